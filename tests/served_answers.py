@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from etude.records import Completion, Version, VersionSpan
-from etude.records.completion import StopReason
+from etude.records.completion import Sampling, StopReason
 from etude.records.served import ServedAnswer
 
 VERSION = Version(7, "0a1b2c3d", "ab" * 32)
@@ -37,6 +37,7 @@ def served_answer(
         "reply": {"role": "assistant", "content": said},
         "finish": "stop",
         "prompt_ids": np.arange(5, dtype=np.int32),
+        "sampling": Sampling(max_tokens=64, stop_token_ids=(0,)),
     }
     at = time.time() if at is None else at
     return ServedAnswer(**fields | changes, organisation=organisation, user=user, at=at, completion=completion)

@@ -1,4 +1,8 @@
-"""Tokens a second with speculative decoding by look-up ÷ without: ``python -m benchmarks.inference.speculation``.
+"""Tokens a second with speculative decoding ÷ without: ``python -m benchmarks.inference.speculation [--heads DIR]``.
+
+With ``--heads DIR`` drafts come from an MTP head. Its model is trained for `TOKENS` bytes on the Python sources of the
+standard library, and kept in DIR; it goes on with files that it was not trained on, at two temperatures. Otherwise
+drafts come from look-up:
 
 The reference engine on one thread of a CPU, with the laptop example's model and `SLOTS` slots, at several batch sizes
 and for three texts. Its random weights copy nothing, so a table decides what follows: it adds `BONUS` to the logit of
@@ -19,7 +23,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
+import sysconfig
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,15 +36,19 @@ from etude.inference import EngineConfig
 from etude.inference.config import Speculation
 from etude.inference.engine import ReferenceEngine
 from etude.inference.metrics import Counters
-from etude.models import Cache, ModelConfig, Transformer
+from etude.models import Cache, ModelConfig, Transformer, load_model
 from etude.numerics.exact.operators import Exact
 from etude.numerics.native import Native
 from etude.records import Completion, CompletionRequest, Sampling, Version
+from etude.training import MidTrainingConfig, mid_train, write_corpus
 
 SLOTS, CONTEXT, BONUS, EVERY = 64, 1024, 12.0, 20
 SIZES = ModelConfig(context_tokens=CONTEXT)
 VERSION = Version(step=0, incarnation="00000000", digest="ab" * 32)
 OPERATORS = {"exact": Exact, "native": Native}
+CODE = ModelConfig(vocab_size=256, num_layers=6, context_tokens=CONTEXT, mtp_heads=1)
+TOKENS, PROMPT = 6_000_000, 256
+HEADS_GOALS = {1: 1.3, SLOTS: 0.98}
 GOALS = {"copy": {1: 1.8}, "edits": {1: 1.8}, "new": {SLOTS: 0.98}}
 
 
@@ -77,7 +87,11 @@ def text(kind: str, num_tokens: int) -> tuple[list[int], torch.Tensor]:
 
 
 async def served(
-    model: Writing, prompt: list[int], batch: int, num_tokens: int, speculation: Speculation
+    model: Transformer,
+    prompts: list[list[int]],
+    num_tokens: int,
+    speculation: Speculation,
+    temperature: float = 1.0,
 ) -> tuple[list[Completion], tuple[float, float], Counters]:
     """Completions of a batch, the wall and CPU seconds in which they were sampled, and the engine's counters."""
     config = EngineConfig(context_tokens=CONTEXT, max_sequences=SLOTS, speculation=speculation)
@@ -87,13 +101,13 @@ async def served(
             return CompletionRequest(
                 request_id=f"r{number}.{tokens}",
                 session_id=f"r{number}",
-                prompt_ids=np.array(prompt, np.int32),
-                sampling=Sampling(max_tokens=tokens, stop_token_ids=(), seed=number),
+                prompt_ids=np.array(prompts[number], np.int32),
+                sampling=Sampling(max_tokens=tokens, stop_token_ids=(), seed=number, temperature=temperature),
             )
 
         for tokens in (1, num_tokens):  # the first computes the prompt
             wall, cpu = time.perf_counter(), time.process_time()
-            done = await asyncio.gather(*(engine.generate(request(i, tokens)) for i in range(batch)))
+            done = await asyncio.gather(*(engine.generate(request(i, tokens)) for i in range(len(prompts))))
         return done, (time.perf_counter() - wall, time.process_time() - cpu), engine.counters
 
 
@@ -104,29 +118,66 @@ def said(done: list[Completion]) -> list[Any]:
 def compared(mode: str, kind: str, batch: int, num_tokens: int, repeats: int) -> dict[str, Any]:
     model = Writing(SIZES, seed=1, operators=OPERATORS[mode]())
     prompt, model.following = text(kind, num_tokens)
-    ways, step_ms = (Speculation.OFF, Speculation.LOOK_UP), list[float]()
+    found = measured(model, [prompt] * batch, num_tokens, repeats, Speculation.LOOK_UP, must_be_same=mode == "exact")
+    return {"mode": mode, "text": kind, "goal": GOALS[kind].get(batch), **found}
+
+
+def sources() -> list[bytes]:
+    """The modules of the standard library, in the order of their names."""
+    return [path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))]
+
+
+def trained(folder: Path, num_tokens: int) -> None:
+    """Train a model of code with a head, if the folder has none. Every tenth file is held out."""
+    tokens = [np.frombuffer(source, np.uint8).astype(np.int32) for source in sources()]
+    train, heldout = [one for i, one in enumerate(tokens) if i % 10], tokens[::10]
+    write_corpus(folder / "corpus", train, heldout=[one[:2048] for one in heldout[:4]])
+    config = MidTrainingConfig(num_tokens=num_tokens, eval_every=10**6)
+    mid_train(config, folder / "corpus", folder / "model", model=CODE, ranks=1)
+
+
+def compared_heads(
+    folder: Path, mode: str, temperature: float, batch: int, num_tokens: int, repeats: int
+) -> dict[str, Any]:
+    model = load_model(folder / "model", operators=OPERATORS[mode]())
+    files = [list(one) for one in sources()[::10] if len(one) > 2 * PROMPT]
+    prompts = [files[i % len(files)][: PROMPT + i // len(files)] for i in range(batch)]
+    same = mode == "exact"
+    found = measured(model, prompts, num_tokens, repeats, Speculation.HEADS, must_be_same=same, temperature=temperature)
+    return {"mode": mode, "text": "code", "temperature": temperature, "goal": HEADS_GOALS.get(batch), **found}
+
+
+def measured(
+    model: Transformer,
+    prompts: list[list[int]],
+    num_tokens: int,
+    repeats: int,
+    speculation: Speculation,
+    *,
+    must_be_same: bool,
+    temperature: float = 1.0,
+) -> dict[str, Any]:
+    ways, step_ms = (Speculation.OFF, speculation), list[float]()
     ratios, cpu_ratios = list[float](), list[float]()
     for turn in range(repeats + 1):
         found = {
-            way: asyncio.run(served(model, prompt, batch, num_tokens, way)) for way in ways[:: -1 if turn % 2 else 1]
+            way: asyncio.run(served(model, prompts, num_tokens, way, temperature))
+            for way in ways[:: -1 if turn % 2 else 1]
         }
         (before, plain_s, plain), (after, drafted_s, counters) = (found[way] for way in ways)
         same = said(before) == said(after)
-        assert same or mode == "native"
+        assert same or not must_be_same
         if turn:
             ratios.append(plain_s[0] / drafted_s[0])
             cpu_ratios.append(plain_s[1] / drafted_s[1])
             step_ms.append(1e3 * plain.busy_s / plain.steps)
     return {
-        "mode": mode,
-        "text": kind,
-        "batch": batch,
+        "batch": len(prompts),
         "ratio": round(statistics.median(ratios), 3),
         "cpu_ratio": round(statistics.median(cpu_ratios), 3),
         "ratios": [round(one, 3) for one in ratios],
-        "goal": GOALS[kind].get(batch),
         "same": same,
-        "steps": {"off": plain.steps, "look-up": counters.steps},
+        "steps": {"off": plain.steps, str(speculation): counters.steps},
         "step_ms": round(statistics.median(step_ms), 3),
         "drafted": counters.drafted_tokens,
         "accepted": counters.accepted_tokens,
@@ -140,8 +191,21 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,64")
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--modes", nargs="+", choices=OPERATORS, default=["exact", "native"])
+    parser.add_argument("--heads", type=Path, metavar="DIR", help="measure an MTP head; its model is kept in DIR")
+    parser.add_argument("--train-tokens", type=int, default=TOKENS)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.heads is not None:
+        trained(args.heads, args.train_tokens)
+        rows = [
+            compared_heads(args.heads, mode, temperature, batch, args.tokens, args.repeats)
+            for mode in args.modes
+            for temperature in (1.0, 0.3)
+            for batch in map(int, args.batches.split(","))
+        ]
+        facts = {"slots": SLOTS, "tokens": args.tokens, "train_tokens": args.train_tokens, "repeats": args.repeats}
+        report("speculation_heads", {**facts, "rows": rows})
+        return
     rows = [
         compared(mode, kind, batch, args.tokens, args.repeats)
         for mode in args.modes

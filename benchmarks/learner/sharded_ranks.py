@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from etude import progress
 from etude.models import ModelConfig, load_model
 from etude.models.attention import Packed
 from etude.numerics.config import NumericsConfig
@@ -135,5 +136,5 @@ def together(ranks: RankGroup, jobs: list[Job]) -> list[Trained]:
         group = ShardedProcessGroup(join(job.config, deadline_s=60.0))
         channel = group.channel(DirectoryStore(job.store)) if job.publish else None
         found.append(steps(learner_of(job, channel, group), job))
-        ranks.heartbeat()
+        progress.tick()
     return found

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import distributed
 
+from etude import progress
 from etude.inference.runner import Runner
 from etude.inference.scheduler import Scheduler
 from etude.inference.scheduler import Sequence as Running
@@ -71,8 +73,9 @@ def served(
     while True:
         plan = scheduler.plan()
         working = torch.tensor([float(bool(plan))])
-        ranks.all_reduce(working)
-        ranks.heartbeat()
+        if ranks.size > 1:
+            distributed.all_reduce(working)
+        progress.tick()
         if not working:
             return running
         for one in runner.step(plan):

@@ -1,12 +1,16 @@
 """What the gateway adds to a call of the engine: ``python -m benchmarks.serving.gateway``.
 
-Server, engine and clients are processes of their own; on one core they share it, and the latencies have the waits for
-each other in them. The engine has no model and answers after 30 ms. Clients send whole conversations over HTTP, one
-request at a time each. `added_ms` is the time of a request less the median time of a call of the engine without the
-server between. `cpu_ms` is the CPU time of the server process for a call.
+Server, engine and clients are processes of their own, which share the cores. So latencies have the waits for each other
+in them. The engine has no model and answers after 30 ms. Clients send whole conversations over HTTP, one request at a
+time each. No two conversations have a message in common, but all have the same tools. `added_ms` is the time of a
+request less the median time of a call of the engine without the server between. `cpu_ms` is the CPU time of the server
+process for a call, `core_wait_ms` the time in which its threads were ready to run and waited for a core.
 
 - `dialects`: 8 clients, conversations of 50 turns and bodies of up to 64 KiB. The engine is a policy in the server's
-  process, so this is the gateway alone.
+  process, so this is the gateway alone. `one_client`: the same with a single client, so no request waits for another.
+- `http_only`: the same requests to a server that reads the body and answers with a fixed text: what HTTP, the clients
+  and the machine take in all of these numbers, without any gateway.
+- `first_turn`: the first request of a conversation, whose tools other conversations have had; one client.
 - `long`: one conversation of 500 turns and 100,000 tokens: the first 20 turns, and the last 20.
 - `over_http`: the chat dialect with an engine in another process, as `etude serve` runs it; and LiteLLM's proxy before
   the same engine. ``--litellm`` is its command in a virtual environment of its own; without it, it is not measured.
@@ -81,17 +85,22 @@ async def serve(engine: str | None) -> None:
                 yield [token]
             yield done
 
+    policy: Any = Policy() if engine is None else Fleet({"engine": HttpEngine(engine)})
+    config = GatewayConfig(port=0, drain_s=0.0, max_body_bytes=1 << 24)
+    app = create_app([ServedModel(policy, chat, name="m", context_tokens=1 << 19, config=config)], config=config)
+    async with serving(app, config=config) as url:
+        print(url, await direct_time(), flush=True)
+        await asyncio.Event().wait()
+
+
+async def direct_time() -> float:
+    """Return the seconds that the engine takes for a call in this process."""
     waits = []
     for _ in range(20):
         began = time.perf_counter()
         await asyncio.sleep(ANSWER_S)
         waits.append(time.perf_counter() - began)
-    policy: Any = Policy() if engine is None else Fleet({"engine": HttpEngine(engine)})
-    config = GatewayConfig(port=0, drain_s=0.0, max_body_bytes=1 << 24)
-    app = create_app([ServedModel(policy, chat, name="m", context_tokens=1 << 19, config=config)], config=config)
-    async with serving(app, config=config) as url:
-        print(url, float(np.median(waits)), flush=True)
-        await asyncio.Event().wait()
+    return float(np.median(waits))
 
 
 async def serve_engine() -> None:
@@ -122,7 +131,7 @@ async def serve_engine() -> None:
         await send({"type": "http.response.body", "body": found})
 
     async with run_http_server(app, bind("127.0.0.1", 0), name="the engine") as url:
-        print(url, 0.0, flush=True)
+        print(url, await direct_time(), flush=True)
         await asyncio.Event().wait()
 
 
@@ -157,7 +166,7 @@ def fake_engine() -> tuple[Any, Any]:
 
 
 class Server:
-    """A server process: its URL, and the CPU time of its threads."""
+    """A server process: its URL, and the times of its threads. `direct_s`: seconds of a call of its engine alone."""
 
     def __init__(self, process: asyncio.subprocess.Process, url: str, direct_s: float) -> None:
         self._process, self.url, self.direct_s = process, url, direct_s
@@ -214,12 +223,13 @@ class Server:
                     process.kill()
                 await process.wait()
 
-    def cpu_s(self) -> float:
-        found = 0
+    def times_ms(self) -> np.ndarray[Any, Any]:
+        """Return the milliseconds that its threads have run, and those that they have waited for a core."""
+        found = np.zeros(2)
         for thread in Path(f"/proc/{self._process.pid}/task").iterdir():
             with contextlib.suppress(OSError):
-                found += int((thread / "schedstat").read_text().split()[0])
-        return found / 1e9
+                found += [int(number) / 1e6 for number in (thread / "schedstat").read_text().split()[:2]]
+        return found
 
 
 async def answers(session: aiohttp.ClientSession, url: str) -> bool:
@@ -238,7 +248,7 @@ async def talk(
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"You speak with {name}."}]
     found = []
     for turn in range(turns):
-        messages.append({"role": "user", "content": (f"{turn}: " + PIECE * (size // len(PIECE) + 1))[:size]})
+        messages.append({"role": "user", "content": (f"{name} {turn}: " + PIECE * (size // len(PIECE) + 1))[:size]})
         asked = {"model": "m", field: messages, "tools": tools, **parameters, **options}
         body = json.dumps(asked).encode()
         began = time.perf_counter()
@@ -254,48 +264,54 @@ def percentiles(times: list[float], direct_ms: float) -> dict[str, float]:
     return {f"p{p}": round(float(np.percentile(times, p)) - direct_ms, 3) for p in (50, 90, 99)}
 
 
-async def talks(server: Server, clients: int, num: int, dialect: str = "chat", **options: Any) -> tuple[Any, float]:
-    """The milliseconds of the requests of many clients with `num` conversations each, and of CPU time of each."""
+async def talks(
+    server: Server, clients: int, num: int, dialect: str = "chat", turns: int = TURNS, **options: Any
+) -> dict[str, Any]:
+    """Measure the requests of many clients with `num` conversations each."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-        await talk(session, server.url, "warm", TURNS, NEW_CHARS, dialect, **options)
+        await talk(session, server.url, f"warm {time.time_ns()}", turns, NEW_CHARS, dialect, **options)
 
         async def client(number: int) -> list[float]:
             await asyncio.sleep(number * ANSWER_S / clients)
             named = (f"{number}.{i} of {time.time_ns()}" for i in range(num))
-            parts = [await talk(session, server.url, name, TURNS, NEW_CHARS, dialect, **options) for name in named]
+            parts = [await talk(session, server.url, name, turns, NEW_CHARS, dialect, **options) for name in named]
             return [one for part in parts for one in part]
 
-        before = server.cpu_s()
+        before = server.times_ms()
         found = [one for part in await asyncio.gather(*(client(i) for i in range(clients))) for one in part]
-        return found, 1e3 * (server.cpu_s() - before) / len(found)
+        cpu_ms, wait_ms = (server.times_ms() - before) / len(found)
+        added_ms = percentiles(found, 1e3 * server.direct_s)
+        return {"added_ms": added_ms, "cpu_ms": round(cpu_ms, 3), "core_wait_ms": round(wait_ms, 3)}
 
 
-async def alone(server: Server, clients: int, num: int) -> dict[str, Any]:
-    """Measure a gateway with the policy in its process."""
-    direct_ms, dialects = 1e3 * server.direct_s, {}
+async def alone(servers: Mapping[str, Server], clients: int, num: int) -> dict[str, dict[str, Any]]:
+    """Measure gateways with the policy in their processes, in turns. Returns the results by the name of the server."""
+    found: dict[str, dict[str, Any]] = {
+        name: {"dialects": {}, "one_client": {}, "first_turn": {}, "long": {}} for name in servers
+    }
     for dialect in SHAPES:
         for stream in (False, True):
-            found, cpu_ms = await talks(server, clients, num, dialect, stream=stream)
-            name = f"{dialect}, {'streamed' if stream else 'whole'}"
-            dialects[name] = {"added_ms": percentiles(found, direct_ms), "cpu_ms": round(cpu_ms, 3)}
-    long: dict[str, Any] = {}
+            kind = f"{dialect}, {'streamed' if stream else 'whole'}"
+            for part, number in (("dialects", clients), ("one_client", 1)):
+                for name, server in servers.items():
+                    found[name][part][kind] = await talks(server, number, num, dialect, stream=stream)
+        for name, server in servers.items():
+            found[name]["first_turn"][dialect] = await talks(server, 1, TURNS, dialect, turns=1)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-        for part in ("chat", "responses"):
-            times, cpus = [], []
-            messages = long_talk(session, server, part)
-            async for wall_ms, cpu_ms in messages:
-                times.append(wall_ms - direct_ms)
-                cpus.append(cpu_ms)
-            first, last = ([float(np.median(x[at])) for x in (times, cpus)] for at in (slice(0, 20), slice(-20, None)))
-            long[part] = {
-                "first_ms": round(first[0], 3),
-                "last_ms": round(last[0], 3),
-                "ratio": round(last[0] / first[0], 2),
-                "first_cpu_ms": round(first[1], 3),
-                "last_cpu_ms": round(last[1], 3),
-                "cpu_ratio": round(last[1] / first[1], 2),
-            }
-    return {"dialects": dialects, "long": long}
+        for dialect in ("chat", "responses"):
+            for name, server in servers.items():
+                turns = np.array([turn async for turn in long_talk(session, server, dialect)])
+                first, last = np.median(turns[:20], 0), np.median(turns[-20:], 0)
+                first[0], last[0] = first[0] - 1e3 * server.direct_s, last[0] - 1e3 * server.direct_s
+                found[name]["long"][dialect] = {
+                    "first_ms": round(float(first[0]), 3),
+                    "last_ms": round(float(last[0]), 3),
+                    "ratio": round(float(last[0] / first[0]), 2),
+                    "first_cpu_ms": round(float(first[1]), 3),
+                    "last_cpu_ms": round(float(last[1]), 3),
+                    "cpu_ratio": round(float(last[1] / first[1]), 2),
+                }
+    return found
 
 
 async def long_talk(session: aiohttp.ClientSession, server: Server, dialect: str) -> AsyncIterator[tuple[float, float]]:
@@ -307,12 +323,12 @@ async def long_talk(session: aiohttp.ClientSession, server: Server, dialect: str
             {"role": "user", "content": (f"{turn}: " + PIECE * (LONG_CHARS // len(PIECE) + 1))[:LONG_CHARS]}
         )
         body = json.dumps({"model": "m", field: messages, "tools": tools, **parameters}).encode()
-        cpu_s, began = server.cpu_s(), time.perf_counter()
+        before, began = server.times_ms(), time.perf_counter()
         async with session.post(f"{server.url}/{path}", data=body, headers={"content-type": "application/json"}) as r:
             answer = await r.read()
         wall_ms = 1e3 * (time.perf_counter() - began)
         assert r.status == 200, answer
-        yield wall_ms, 1e3 * (server.cpu_s() - cpu_s)
+        yield wall_ms, float((server.times_ms() - before)[0])
         messages.append({"role": "assistant", "content": SAID})
 
 
@@ -320,29 +336,41 @@ async def over_http(clients: int, num: int, before: str | None, litellm: str | N
     """Measure the gateway before an engine in another process, and LiteLLM's proxy before the same."""
     async with contextlib.AsyncExitStack() as stack:
         engine = await stack.enter_async_context(Server.of("--engine"))
-        direct = Server(engine._process, f"{engine.url}/v1", 0.0)
         servers = {"etude": await stack.enter_async_context(Server.of("--serve", engine.url))}
         if before is not None:
             servers["before"] = await stack.enter_async_context(Server.of("--serve", engine.url, before=before))
         if litellm is not None:
             servers["litellm"] = await stack.enter_async_context(Server.litellm(litellm, engine.url))
-        plain, _ = await talks(direct, clients, num)
-        direct_ms = float(np.median(plain))
-        found: dict[str, Any] = {"direct_ms": {**percentiles(plain, 0.0)}, "litellm": "not measured"}
+        plain = (await talks(plain_http(engine, 0.0), clients, num))["added_ms"]
+        found: dict[str, Any] = {"direct_ms": plain, "litellm": "not measured"}
         for name, server in servers.items():
-            times, cpu_ms = await talks(server, clients, num)
-            found[name] = {"added_ms": percentiles(times, direct_ms), "cpu_ms": round(cpu_ms, 3)}
+            server.direct_s = plain["p50"] / 1e3
+            found[name] = await talks(server, clients, num)
     return found
 
 
+async def http_only(clients: int, num: int) -> dict[str, Any]:
+    """Measure a server that only reads a request and answers it after the time of the engine."""
+    async with Server.of("--engine") as engine:
+        server = plain_http(engine, engine.direct_s)
+        return {"one_client": await talks(server, 1, num), "dialects": await talks(server, clients, num)}
+
+
+def plain_http(engine: Server, direct_s: float) -> Server:
+    """Return the engine as the server that clients ask for chat completions."""
+    return Server(engine._process, f"{engine.url}/v1", direct_s)
+
+
 async def measure(clients: int, num: int, before: str | None, litellm: str | None) -> Mapping[str, Any]:
-    async with Server.of("--serve") as server:
-        found = await alone(server, clients, num)
-    if before is not None:
-        async with Server.of("--serve", before=before) as server:
-            found["before"] = await alone(server, clients, num)
+    plain = await http_only(clients, num)
+    async with contextlib.AsyncExitStack() as stack:
+        servers = {"etude": await stack.enter_async_context(Server.of("--serve"))}
+        if before is not None:
+            servers["before"] = await stack.enter_async_context(Server.of("--serve", before=before))
+        found = await alone(servers, clients, num)
     http = await over_http(clients, num, before, litellm)
-    return {"clients": clients, "turns": TURNS, "cores": len(os.sched_getaffinity(0)), **found, "over_http": http}
+    now = {"http_only": plain, **found.pop("etude"), **found, "over_http": http}
+    return {"clients": clients, "turns": TURNS, "cores": len(os.sched_getaffinity(0)), **now}
 
 
 def main() -> None:

@@ -60,8 +60,9 @@ class BuiltIn:
 def named(value: str | Plugin, built_in: Collection[str]) -> str | Plugin:
     """Return a `Plugin` if `value` is an import path, else `value` itself.
 
-    An import path is "module:Name" with a dot in the module or an upper-case first letter of the name, so that neither
-    a file path nor a typo counts as one. A module that is one of the `built_in` names does not count either.
+    An import path is "module:Name" with a dot in the module or an upper-case first letter of the name, so that file
+    paths and misspelt names are not taken for import paths. If the module is one of the `built_in` names, it is not an
+    import path either.
 
     >>> named("my_package.module:Name", ["harbor"]).path, named("harbor:tasks", ["harbor"]), named("ls", ["ls"])
     ('my_package.module:Name', 'harbor:tasks', 'ls')
@@ -94,8 +95,8 @@ def read(
 ) -> dict[str, Any]:
     """Read a TOML file as nested dicts and apply overrides such as "rl.steps=10". The settings are not validated.
 
-    `noun` says in errors what the file is, and `example` where to see one. Raises `ConfigUnreadable` for a file that is
-    not valid TOML or cannot be read, otherwise `ConfigError`."""
+    `noun` is the kind of the file in errors, and `example` the path of an example. Raises `ConfigUnreadable` for a file
+    that is not valid TOML or cannot be read, otherwise `ConfigError`."""
     path = Path(path)
     try:
         raw = tomllib.loads(path.read_text())
@@ -105,7 +106,7 @@ def read(
     except (ValueError, RecursionError) as error:  # a number with too many digits is a plain ValueError
         hint = "fix the line that the error names"
         if "at end of document" in str(error):
-            hint = "look at the last lines, and for a bracket or quotation mark that is not closed"
+            hint = "look at the last lines for a bracket or quotation mark that is not closed"
         raise ConfigUnreadable(f"{path} is not valid TOML", str(error), hint=hint) from None
     except OSError as error:
         hint = f"give the path of a readable {noun}; see {example}"
@@ -186,8 +187,8 @@ def build(kind: Callable[..., T], raw: Mapping[str, Any], where: str = "") -> T:
 def arguments(kind: Callable[..., Any], raw: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     """Return the keyword arguments that `build` passes to `kind`: the values of `raw`, converted and checked.
 
-    Raises `ConfigError` with all errors of the values, and `TypeError` if `kind` has a parameter without a type or a
-    positional-only one."""
+    Raises `ConfigError` with all errors of the values, and `TypeError` if `kind` has a parameter that has no type
+    annotation or is positional-only."""
     fields, values, errors = _fields(kind), dict[str, Any](), list[EtudeError]()
     for key, value in raw.items():
         place = f"{where}.{key}" if where else key
@@ -350,7 +351,11 @@ def _invalid(kind: Any, notes: Sequence[Any], value: Any, place: str, example: s
         what = "is out of range" if isinstance(value, int) or math.isfinite(value) else "is not a finite number"
         return ConfigError(f"{place} = {value!r} {what}", hint=f"it must be {_span(notes)}")
     if kind not in _KINDS:
-        return ConfigError(place, f"{message.partition(' - at ')[0]}; got {_shown(value)}", hint="change or remove it")
+        return ConfigError(
+            place,
+            f"{message.partition(' - at ')[0]}; got {_shown(value)}",
+            hint="correct the value, or remove the setting",
+        )
     type_name, any_example = _KINDS[kind]
     hint = f"write e.g. {place} = {example or any_example}"
     return ConfigError(place, f"expected {type_name}, got {_shown(value)}", hint=hint)
@@ -400,7 +405,7 @@ def with_digests(config: T, digests: Mapping[str, str]) -> T:
 
 
 def to_plain(config: Any) -> Any:
-    """Convert a config to dicts, lists and scalars that JSON can hold. Fields that are None are left out."""
+    """Convert a config to dicts, lists and scalars, as for JSON. Fields that are None are left out."""
     if isinstance(config, Plugin):
         return {"kind": config.path, **config.settings}
     if dataclasses.is_dataclass(config) and not isinstance(config, type):

@@ -18,6 +18,7 @@ class Exit(enum.IntEnum):
     FAILED = 1  # an `EtudeError` of no other kind
     BAD_INPUT = 2  # an invalid argument or config
     OTHER_RUN = 3  # the run is in use, or was made with other settings
+    HELD = 4  # the run stopped itself, and a person must decide before it goes on
     INTERRUPTED = 130  # the run can be resumed
 
 
@@ -26,6 +27,7 @@ EXITS = {
     Exit.FAILED: "the command failed (see its error)",
     Exit.BAD_INPUT: "invalid input (an argument names something that does not exist, or a setting is invalid)",
     Exit.OTHER_RUN: "the run is in use, or was made with other settings or another version of etude",
+    Exit.HELD: "the run stopped itself, and a person must decide (drift, parity, a number that is not finite)",
     Exit.INTERRUPTED: "interrupted (a run can be resumed)",
 }
 """The meaning of each exit code, as `etude --help` prints it."""
@@ -157,16 +159,35 @@ class PrivacyError(EtudeError):
     """Captured conversations, their keys or the record of consent are damaged, missing, or cannot be written."""
 
 
+class SignalRefused(InputError):
+    """A signal about an answer is not accepted.
+
+    `reason`: "invalid"; "unknown" (its sender was given no such answer); "expired" (its answer is too old); "conflict"
+    (a signal with its id and other content is known). `param`: the field that is wrong, or ""."""
+
+    def __init__(self, what: str, facts: str = "", *, hint: str, reason: str = "invalid", param: str = "") -> None:
+        super().__init__(what, facts, hint=hint)
+        self.reason, self.param = reason, param
+
+
+class BackupError(EtudeError):
+    """A backup is incomplete or damaged, cannot be written, or cannot be restored."""
+
+
 class ParityError(EtudeError):
     """The log-probabilities of engine and learner for the same tokens differ by more than the config allows."""
+
+    exit_code = Exit.HELD
 
 
 class NotFinite(EtudeError):
     """NaN or infinity in weights, logits, loss or gradients; `what` names the tensor and the step."""
 
+    exit_code = Exit.HELD
+
 
 class SuiteRefused(InputError):
-    """A suite cannot be played on a model, such as one that was trained on the suite's tasks."""
+    """A suite cannot be run on a model, for example because the model was trained on the suite's tasks."""
 
 
 class GateFailed(EtudeError):
@@ -180,6 +201,8 @@ class NothingLearnt(EtudeError):
 class RewardDrift(EtudeError):
     """A reward term no longer agrees with its auditor or with the grade, so the run stopped. It can be resumed."""
 
+    exit_code = Exit.HELD
+
 
 class PluginError(EtudeError):
     """A plug-in failed during a run, returned an invalid result, or has other code than the run recorded."""
@@ -190,7 +213,7 @@ class PluginRefused(PluginError, InputError):
 
 
 class DeadlineExceeded(EtudeError):
-    """A wait reached its deadline; `what` names what it waited for."""
+    """A wait reached its deadline. `what` names the event for which it waited."""
 
 
 def raise_all(errors: Sequence[EtudeError]) -> None:
@@ -200,13 +223,14 @@ def raise_all(errors: Sequence[EtudeError]) -> None:
         raise flat[0] from None
     if flat:
         facts = "".join(f"\n  {i}. " + str(error).replace("\n", "\n   ") for i, error in enumerate(flat, 1))
-        found = ConfigErrors(f"the config has {len(flat)} errors", facts, hint="correct all of them")
+        found = ConfigErrors(f"the config has {len(flat)} errors", facts, hint="correct each of these settings")
         found.errors = tuple(flat)
         raise found from None
 
 
 def nearest(word: str, known: Iterable[str], section: str = "") -> str:
-    """Return a hint for an unknown word: the most similar of the `known` words, or else all of them.
+    """Return a hint for an unknown word: the most similar one of the `known` words, or, if none is similar, all of
+    them.
 
     `section` is a dotted prefix that the hint puts before each word.
 

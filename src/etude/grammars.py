@@ -202,7 +202,8 @@ def literal(text: str, tokens: Mapping[str, int]) -> str:
 def text_before(end: str, tokens: Mapping[str, int]) -> str:
     """Return the Lark of any text that does not contain `end`, and then `end`: as one token, if it is one of `tokens`.
 
-    The first character of `end` must not occur in it again. It occurs in the text wherever no `end` begins with it.
+    The first character of `end` must occur only once in `end`. In the text, it may occur wherever `end` does not
+    follow.
 
     >>> text_before("</a>", {"</a>": 5})
     '/[^<]*(?:<(?:[^<\\\\/][^<]*|\\\\/(?:[^<a][^<]*|a(?:[^<>][^<]*)?)?)?)*/ <[5]>'
@@ -269,8 +270,8 @@ def check(grammar: str, tokenizer: Path | None = None) -> None:
 class Compiler:
     """Compiles grammars for one tokeniser. Not thread-safe.
 
-    `tokenizer`: a tokenizer.json. `vocab_size`: the model's, which may be larger than the tokeniser's. Raises
-    `GrammarError` when the file cannot be read, or llguidance is not installed.
+    `tokenizer`: the path of a tokenizer.json. `vocab_size`: the size of the model's vocabulary, which may be larger
+    than the tokeniser's. Raises `GrammarError` when the file cannot be read, or llguidance is not installed.
     """
 
     def __init__(self, tokenizer: Path, vocab_size: int | None = None) -> None:
@@ -319,7 +320,7 @@ class Matcher:
         return Matcher(self._native.deep_copy(), self._end, self._vocab_size)
 
     def mask(self) -> tuple[npt.NDArray[np.bool_], bool]:
-        """Return which tokens may come next, [V] bool, and whether the text may end here.
+        """Return whether each token may come next, [V] bool, and whether the text may end here.
 
         Raises `GrammarError` when the grammar has become too complex."""
         with _guarded():

@@ -69,7 +69,9 @@ async def run_http_server(
                 await asyncio.gather(serving, return_exceptions=True)
         except TimeoutError:
             facts = f"waited {_STOP_S:g} s"
-            raise DeadlineExceeded(f"{name} did not stop", facts, hint="a request hangs; see the log") from None
+            raise DeadlineExceeded(
+                f"{name} did not stop", facts, hint="see the log: a request probably hangs"
+            ) from None
         finally:
             sock.close()
 

@@ -268,7 +268,7 @@ def make(kind: Kind, plugin: Plugin, *, where: str = "") -> Any:
     except (Exception, SystemExit) as error:
         facts = f"its constructor raised {described(error)}"
         raise PluginRefused(
-            f"{owner} cannot be constructed", facts, hint=f"fix it, or its settings in [{where}]"
+            f"{owner} cannot be constructed", facts, hint=f"correct its code, or its settings in [{where}]"
         ) from error
     if problems := protocol_problems(found(KINDS[kind].protocol), made):
         hint = f"add what is missing; etude plugins check {plugin.path} runs the contract tests"
@@ -365,7 +365,7 @@ def described(error: BaseException) -> str:
 def called(kind: Kind, plugin: Plugin | str, doing: str) -> Iterator[None]:
     """Turn an exception raised in the block into a `PluginError` that names the plug-in.
 
-    An `EtudeError` is raised unchanged. `doing` says in the error what was called, such as "its method score"."""
+    An `EtudeError` is raised unchanged. `doing` names the called function in the error, such as "its method score"."""
     try:
         yield
     except EtudeError:
@@ -379,7 +379,7 @@ def bounded(kind: Kind, plugin: Plugin | str, doing: str, work: Callable[[], T],
     """Call `work`, a function of a plug-in, in a separate thread, and return its result.
 
     Raises `PluginError` if it raises an exception, or has not returned after `deadline_s` seconds; its thread then
-    keeps running. `doing` says in the error what was called, such as "its method score"."""
+    keeps running. `doing` names the called function in the error, such as "its method score"."""
     done = queue.SimpleQueue[tuple[T | None, BaseException | None]]()
 
     def call() -> None:
@@ -394,7 +394,7 @@ def bounded(kind: Kind, plugin: Plugin | str, doing: str, work: Callable[[], T],
     except queue.Empty:
         facts = f"{doing} has not returned within {deadline_s:g} s"
         raise PluginError(
-            f"{kind.noun} {plugin} hangs", facts, hint="check what it waits for; the run can be resumed"
+            f"{kind.noun} {plugin} hangs", facts, hint="find out what its code waits for; the run can be resumed"
         ) from None
     with called(kind, plugin, doing):
         if error is not None:
@@ -403,14 +403,16 @@ def bounded(kind: Kind, plugin: Plugin | str, doing: str, work: Callable[[], T],
 
 
 def unusable(kind: Kind, plugin: Plugin | str, facts: str) -> PluginError:
-    """Return the error for a plug-in that returned an invalid result. `facts` says what is wrong with the result."""
-    return PluginError(f"{kind.noun} {plugin} returned an invalid result", facts, hint="fix it; the run can be resumed")
+    """Return the error for a plug-in that returned an invalid result. `facts` describes the fault of the result."""
+    return PluginError(
+        f"{kind.noun} {plugin} returned an invalid result", facts, hint="correct its code; the run can be resumed"
+    )
 
 
 def finite(kind: Kind, plugin: Plugin | str, name: str, value: object) -> float:
     """Return `value`, which a plug-in returned, as a float. Raises `PluginError` if it is not a finite number.
 
-    `name` says in the error what the value is."""
+    `name` is the name of the value in the error."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise unusable(kind, plugin, f"{name} is {value!r}, expected a finite number")
     return float(value)
@@ -465,7 +467,7 @@ def check_all(uses: Sequence[tuple[str, Plugin]], *, deadline_s: float = CHECK_S
         last = stderr.decode(errors="replace").strip().rpartition("\n")[2]
         facts = f"importing and constructing it {ending}{f': {last}' if last else ''}"
         what = f"{kind_at(place).noun} {plugin.path} cannot be constructed"
-        errors.append(PluginRefused(what, facts, hint="fix the module"))
+        errors.append(PluginRefused(what, facts, hint="correct the module, or remove the plug-in from the config"))
     raise_all(errors)
     return [one for one in identities if ":" in one.path]
 

@@ -57,10 +57,10 @@ UNKNOWN = TokenPrices()
 
 @dataclass(frozen=True)
 class Prices:
-    """A table of prices in dollars. What it does not name has an unknown price.
+    """A table of prices in dollars. Prices that are not in the table are unknown.
 
-    `models`: prices of tokens by the name of the model. `machine_second`: of one machine (a sandbox); None: unknown.
-    `gpu_hours`: of one GPU, by the name of its kind."""
+    `models`: prices of tokens by the name of the model. `machine_second`: the price of one machine (a sandbox) for a
+    second; None: unknown. `gpu_hours`: the price of one GPU for an hour, by the name of its kind."""
 
     models: Mapping[str, TokenPrices] = field(default_factory=dict)
     machine_second: MaybeDollars = None
@@ -72,5 +72,6 @@ class Prices:
 
 
 def read_prices(path: Path | str) -> Prices:
-    """Read a table of prices. Raises `ConfigError` for unknown keys, and for prices that are negative or no numbers."""
+    """Read a table of prices. Raises `ConfigError` for unknown keys, and for prices that are negative or not
+    numbers."""
     return config.build(Prices, config.read(path, noun="table of prices", example="docs/guides/judges.md"))

@@ -170,7 +170,7 @@ class RunFolder:
     def end_phase(self, phase: str, *, wall_s: float, facts: Mapping[str, Any] | None = None) -> None:
         """Record durably that a phase has ended, so that a resumed run skips it.
 
-        `wall_s` is how long it took. `facts` are further values to store."""
+        `wall_s` is its duration in seconds. `facts` are further values to store."""
         done = [*self.phases(), {"phase": phase, "wall_s": round(wall_s, 3), "facts": dict(facts or {})}]
         write_durably(self.path / "phases.json", json.dumps(sealed_list(done), indent=2).encode())
 
@@ -181,7 +181,7 @@ class RunFolder:
         return self._plugin_records()[-1]["plugins"] if (self.path / "plugins.json").exists() else []
 
     def record_plugins(self, plugins: list[dict[str, str]]) -> None:
-        """Record which code of the plug-ins the run uses from now on. Earlier records are kept."""
+        """Record the code of the plug-ins that the run uses from now on. Earlier records are kept."""
         records = self._plugin_records() if (self.path / "plugins.json").exists() else []
         since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         records.append({"since": since, "plugins": plugins})

@@ -11,6 +11,7 @@ implementation must pass. Rules for all of them:
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Protocol, Unpack, runtime_checkable
@@ -57,8 +58,8 @@ class Machine(Protocol):
     """An isolated machine (a sandbox) for one rollout or one grade. Paths are relative to its working directory.
 
     Coroutines may run at the same time. After `close` every method except `close` raises `MachineError`. Raise
-    `MachineError` only for failures that code inside the machine cannot have caused: it makes a rollout invalid, and an
-    agent must not be able to choose that."""
+    `MachineError` only for failures that code inside the machine cannot have caused. The error makes a rollout invalid,
+    and an agent must not be able to do that on purpose."""
 
     async def exec(
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
@@ -111,7 +112,7 @@ class Machine(Protocol):
 
 
 class RuntimeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a kind of machines can do on this host; a `Runtime` returns it.
+    """The capabilities of a kind of machines on this host; a `Runtime` returns it.
 
     - `name`: "namespace", "microvm", "gvisor", "remote" or "memory".
     - `isolation`: what separates a machine from its host: "shared kernel", "own kernel" or "none".
@@ -120,7 +121,7 @@ class RuntimeInfo(msgspec.Struct, frozen=True, kw_only=True):
     - `forks_memory`: whether a snapshot also has the running processes of the machine.
     - `whole_snapshots`: whether a snapshot of a machine with an image has all its files, not only the working
       directory.
-    - `notes`: what is weaker on this host than it could be, and why."""
+    - `notes`: sentences about limits and isolation that are weaker on this host than on others, with the reasons."""
 
     name: str
     isolation: str
@@ -248,7 +249,7 @@ class GroupRewardTerm(Protocol):
 
 @runtime_checkable
 class InRun(Protocol):
-    """An optional interface of a reward term that uses the run that it is part of."""
+    """An optional interface of a reward term that needs the folder or the tokeniser of its run."""
 
     def enter(self, folder: Path, readable: Callable[[Iterable[int]], str]) -> None:
         """Called once in each process of a run, before the first value is measured.
@@ -287,9 +288,9 @@ class TurnCreditScheme(Protocol):
     ) -> Sequence[Sequence[float]]:
         """Return one finite advantage per turn, for each rollout of the group.
 
-        `turns`: the turns of each rollout, in the order of `rewards`; parents come before their children. A rollout
-        without turns gets what `advantages` returns for it. The order of the rollouts must not matter, and the same
-        input must give the same bits."""
+        `turns`: the turns of each rollout, in the order of `rewards`; parents come before their children. For a rollout
+        without turns, the result of `advantages` is used. The order of the rollouts must not matter, and the same input
+        must give the same bits."""
         ...
 
 
@@ -328,7 +329,7 @@ class Streaming(Protocol):
     def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
         """Yield lists of newly sampled token ids, and at the end one `Completion` with all of these tokens.
 
-        Raises what `complete` or `generate` raises. Closing the generator early cancels the request."""
+        Raises the errors of `complete` or `generate`. Closing the generator early cancels the request."""
         ...
 
 
@@ -355,8 +356,8 @@ async def stream_or_complete(
     """Stream a completion as `Streaming.stream` does, from any policy or engine.
 
     When `source` cannot stream, its method `complete`, given as the second argument, is awaited, and its tokens are
-    yielded as one list. `enough` gets each list of token ids. When it returns True the request is ended, if `source`
-    can do that (`Ending`); otherwise the completion is sampled to its end."""
+    yielded as one list. `enough` is called with each list of token ids. When it returns True, the request is ended
+    early, if `source` supports this (`Ending`); otherwise the completion is sampled to its end."""
     if isinstance(source, Streaming):
         async with aclosing(source.stream(request)) as parts:
             async for part in parts:
@@ -479,7 +480,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class Learner(Protocol):
-    """Holds the weights in training, trains them and publishes them. All methods are called from one thread."""
+    """Trains the weights of a model and publishes them. All methods are called from one thread."""
 
     def forward_backward(self, batch: Batch) -> StepReport:
         """Compute the loss of a batch and add its gradient to the accumulated one.
@@ -491,7 +492,8 @@ class Learner(Protocol):
     def optim_step(self) -> Mapping[str, float]:
         """Apply and clear the accumulated gradient, and increase the step by one.
 
-        Returns the metrics "grad_norm" (before clipping) and "lr". Raises `NotFinite` for NaN or Inf."""
+        Returns the metrics "grad_norm" (before clipping) and "lr", and possibly others. Raises `NotFinite` for NaN or
+        Inf."""
         ...
 
     def save(self, path: str) -> None:
@@ -546,23 +548,40 @@ class ExperienceStore(Protocol):
 
 @runtime_checkable
 class AnswerRecorder(Protocol):
-    """Receives the answers that a gateway serves, such as to capture them."""
+    """Receives the answers that a gateway serves, for example to store them."""
 
     def offer(self, answer: ServedAnswer) -> None:
-        """Take an answer. Called in the gateway's event loop: it returns at once, and never raises."""
+        """Record an answer. Called in the gateway's event loop: it returns at once, and never raises."""
         ...
 
     def counts(self) -> Mapping[str, int]:
-        """Return what became of the answers so far, by name, such as "dropped"."""
+        """Return the number of answers for each possible outcome, such as "dropped"."""
+        ...
+
+
+class FeedbackReceiver(AnswerRecorder, Protocol):
+    """Names the responses of a gateway such that signals about them can be verified, and takes the signals.
+
+    As a recorder it sees every answer, and learns from it which version of a model answers."""
+
+    def new_id(self, organisation: str, user: str, model: str) -> str:
+        """Return the id of a new response to a user ("": no named one) by a served model, hexadecimal. Never raises."""
+        ...
+
+    def receive(self, organisation: str, user: str, body: bytes) -> Future[Sequence[tuple[str, str]]]:
+        """Take the body of a request with signals. The result has (id, status) of each signal once they are durable.
+
+        The result raises `SignalRefused`, after which none of them is kept, or another `EtudeError` if they cannot be
+        stored now. So does this method, if too many wait."""
         ...
 
 
 class TrackedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tracker is told about a run when it starts.
+    """The facts about a run that a tracker gets at its start.
 
     `name` is the name of the run folder, and `folder` its path. `run_id` is unique and stays the same when the run is
-    resumed; `resumed` says whether an earlier session logged metrics. `config` has the settings as nested dicts,
-    without secrets. `facts` is the content of run.json: versions and the host."""
+    resumed; `resumed`: whether metrics were logged already before the run was resumed. `config` has the settings as
+    nested dicts, without secrets. `facts` is the content of run.json: versions and the host."""
 
     name: str
     run_id: str

@@ -27,6 +27,7 @@ SHARED = {
     "file_checksums",
     "grammars",
     "prices",
+    "sqlite_reading",
 }
 ALONE: dict[str, set[str]] = {
     # usable alone, and the siblings that it imports all the same
@@ -40,6 +41,7 @@ ALONE: dict[str, set[str]] = {
     "gateway": {"capture"},
     "corpus": {"capture", "harness"},
     "privacy": {"corpus", "capture", "harness"},
+    "signals": {"privacy", "corpus", "capture", "harness"},
 }
 TORCH_FREE = {
     "records",
@@ -49,9 +51,12 @@ TORCH_FREE = {
     "evals",
     "inference",
     "dashboard",
+    "dash",
     "training",
     "plan",
+    "production",
     "releases",
+    "backups",
     "cli",
     *ALONE,
 }

@@ -206,6 +206,34 @@ def test_a_rollout_without_an_advantage_ends_as_no_signal(ledger, kit, finish_gr
     assert ledger.row("g000000.0").version == str(kit.version(1))
 
 
+def test_rollouts_are_read_page_by_page_the_newest_first(ledger, kit, finish_group):
+    for step, group_id in enumerate(("g000000", "g000001"), 1):
+        finish_group(group_id, [1.0, 0.0, 0.5])
+        batch = batch_of(ledger, group_id, step=step)
+        ledger.batch(batch)
+        ledger.commit(batch.rollout_ids, kit.version(step))
+    ledger.admit(kit.spec("g000002.0"))
+    for given in ({}, {"state": State.TRAINED}, {"step": 1}, {"step": 2, "state": State.NO_SIGNAL}):
+        expected = [
+            row.rollout_id
+            for row in reversed(ledger.rows())
+            if row.step in (given.get("step", row.step),) and row.state in (given.get("state", row.state),)
+        ]
+        met, before = [], None
+        while page := ledger.page(limit=2, before=before, **given):
+            met += [row.rollout_id for _, row in page]
+            before = page[-1][0]
+        assert met == expected
+    assert ledger.last_steps(limit=1) == [2]
+    assert ledger.last_steps(limit=5, before=2) == [1]
+    counts = ledger.step_counts([1, 2, 3])
+    assert set(counts) == {1, 2}
+    assert counts[1].batch_id == "b000001"
+    assert sum(counts[1].states.values()) == 3
+    assert counts[1].reward_mean == 0.5
+    assert ledger.quarantine_of("g000000.0") is None
+
+
 def test_a_group_is_taken_by_one_batch_only(ledger, finish_group):
     finish_group("g000000", [1.0, 0.0])
     batch = batch_of(ledger, "g000000")

@@ -154,7 +154,7 @@ def test_a_layout_that_shrinks_leaves_no_old_shard_and_no_index(tmp_path: Path) 
 
 
 def test_a_folder_has_one_keeper(tmp_path: Path) -> None:
-    with CheckpointFolder(tmp_path), pytest.raises(WeightsError, match="is kept by another process"):
+    with CheckpointFolder(tmp_path), pytest.raises(WeightsError, match="is used by another process"):
         CheckpointFolder(tmp_path)
     CheckpointFolder(tmp_path).close()
 
@@ -166,7 +166,7 @@ def test_files_that_something_else_wrote_are_found_by_their_digest(tmp_path: Pat
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with CheckpointFolder(folder) as keeper, pytest.raises(WeightsError, match=r"does not hold v000001-0a1b2c3d"):
+    with CheckpointFolder(folder) as keeper, pytest.raises(WeightsError, match=r"does not contain v000001-0a1b2c3d"):
         keeper.verify()
 
 

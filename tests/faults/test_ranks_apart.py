@@ -28,10 +28,10 @@ RANK = """
 import os, pickle, sys
 import torch
 from benchmarks.learner import sharded_ranks
-from etude.training.data_parallel import SingleProcess
+from etude.training.data_parallel import RankGroup
 
 torch.set_num_threads(1)
-told = sharded_ranks.together(SingleProcess(), pickle.load(open("jobs", "rb")))
+told = sharded_ranks.together(RankGroup(0, 1), pickle.load(open("jobs", "rb")))
 pickle.dump(told, open(f"told.{os.environ['RANK']}", "wb"))
 """
 

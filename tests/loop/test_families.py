@@ -87,7 +87,7 @@ def test_layers_of_multi_token_prediction_are_named_on_load_and_on_export(
     further = {f"model.layers.2.{name}": torch.ones(3, 3) for name in ("eh_proj.weight", "enorm.weight")}
     save_tensors(load_tensors(file) | further, file)
     (start / "SHA256SUMS").unlink()
-    named = "dropped, since etude does not support multi-token prediction: model.layers.2 (2 tensors)"
+    named = "dropped, since config.json has num_nextn_predict_layers = 0: model.layers.2 (2 tensors)"
     sets = [f"{key}={value}" for key, value in {**SMALL, "start": start}.items()]
     assert cli.main(["run", str(game.config), "--dry-run", *(p for one in sets for p in ("--set", one))]) == 0
     assert named in capsys.readouterr().err

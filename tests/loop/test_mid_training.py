@@ -1,4 +1,4 @@
-"""The guide's way from a folder of text to a mid-trained checkpoint, as printed: built, checked, trained."""
+"""The guide's way from a folder of text to a mid-trained checkpoint: built, checked, and trained by two ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_guides_commands_make_a_mid_trained_checkpoint_from_a_folder_of_text
     long = next(one for one in Corpus.open(tmp_path / "corpus").manifest.phases if one.name == "long")
     assert f"phase 'long': {long.tokens:,} tokens, {2000 / long.tokens:.3g} times all of them" in asked.stderr
     assert run[:2] == ["run", "own/config.toml"]
-    running = Running(cli, tmp_path / "own" / "config.toml").begin()
+    running = Running(cli, tmp_path / "own" / "config.toml").begin("learner.ranks=2")
     try:
         running.in_phase("eval-before")
         assert running.interrupt(signal.SIGINT) == 130, running.said
@@ -65,3 +65,6 @@ def test_the_guides_commands_make_a_mid_trained_checkpoint_from_a_folder_of_text
     steps = [event for event in read_events(running.path / "events") if event["kind"] == "mid.step"]
     assert steps[-1]["phase"] == "long"
     assert RunFolder.open(running.path).ended("mid-training")
+    ranks = [event for event in read_events(running.path / "events") if event.get("name") == "learner rank 1"]
+    assert ranks[0]["t"] < steps[0]["t"], "mid-training has the ranks of the learner"
+    assert all(event["state"] == "start" for event in ranks)

@@ -64,7 +64,7 @@ def test_nan_in_the_learner_ends_the_run_names_the_tensor_and_saves_the_state(ga
 
     error = asyncio.run(main())
     saved = folder / "checkpoints" / "step-000002"
-    assert error.exit_code is Exit.FAILED
+    assert error.exit_code is Exit.HELD
     assert error.what == "a sampled token's log-probability is nan at step 3"
     assert "rollout g000006.0 at position 6" in error.facts
     assert str(saved) in error.facts

@@ -20,7 +20,7 @@ from etude.models.tensor_parallel import shard_model
 from etude.numerics.native import Native
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import SINGLE_RANK, Parallel, RankLost, Split
-from etude.training.data_parallel import RankGroup, SingleProcess
+from etude.training.data_parallel import RankGroup
 
 LENGTHS, NUM = (3, 33, 17, 50), 4
 Said = list[tuple[list[int], list[float]]]
@@ -78,7 +78,7 @@ def everything(ranks: RankGroup, cases: dict[str, Case]) -> dict[str, Told]:
 
 
 def alone(case: Case) -> Told:
-    return told(case, SingleProcess())
+    return told(case, RankGroup(0, 1))
 
 
 def lose(rank: int, folder: Path) -> None:

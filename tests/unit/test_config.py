@@ -87,7 +87,7 @@ def test_omitted_settings_have_their_default_and_overrides_win(tmp_path):
         ("seed = 2026-01-01", "seed: expected an integer, got"),
         ("[inner]\nzzz = 1", "known: inner.kind, inner.names, inner.rate, inner.share, inner.steps"),
         ("seed = ", "is not valid TOML"),
-        ("[inner", "(at end of document)\n  hint: look at the last lines, and for a bracket or quotation mark"),
+        ("[inner", "(at end of document)\n  hint: look at the last lines for a bracket or quotation mark"),
         ("seed = = 1", "(at line 1, column 8)\n  hint: fix the line that the error names"),
     ],
 )

@@ -223,8 +223,8 @@ number = 3
     ("body", "says"),
     [
         ("raise KeyError('x')", "computing the loss raised KeyError: 'x'"),
-        ("return 3.0", "it is float, and etude.training.losses.PolicyLoss is wanted"),
-        ("loss = 1.0", "loss is float, and a tensor [] of float on cpu is wanted"),
+        ("return 3.0", "it is float, and etude.training.losses.PolicyLoss is expected"),
+        ("loss = 1.0", "loss is float, and a tensor [] of float on cpu is expected"),
         ("loss = tokens.logprobs_R", "loss is a tensor [11]"),
         ("loss = loss.detach()", "loss has no gradient"),
         ("loss = loss * float('nan')", "loss is NaN"),

@@ -109,7 +109,7 @@ class Chat(Protocol):
     def encode(self, text: str, *, max_tokens: int | None = None) -> I32:
         """Encode plain text as token ids, [T] int32.
 
-        Text that spells a special token is encoded as ordinary characters."""
+        Text that spells a special token is encoded as ordinary characters. For `max_tokens` see `Chat`."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:

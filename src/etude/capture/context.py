@@ -35,7 +35,8 @@ _MESSAGE_CHARS = 16  # the same in characters
 
 
 class SummaryLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How conversations were summarised in training. It is stored in `etude.json` of an exported checkpoint.
+    """The limits with which conversations were summarised in training. They are stored in `etude.json` of an exported
+    checkpoint.
 
     - `context_tokens`: the most tokens of a conversation.
     - `summary_tokens`: the most tokens of a summary, at least 1 and at most a quarter of the context.
@@ -59,7 +60,7 @@ class SummaryLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class SummaryFault(enum.StrEnum):
-    """Why a summary is refused.
+    """The reason why a summary of the model is refused.
 
     EMPTY: it has no text. TOO_LONG: all allowed tokens were sampled, and it had not ended. CUT_OFF: it stopped earlier
     without a stop token. TOOL_CALL: it has a tool call, valid or not."""
@@ -72,7 +73,7 @@ class SummaryFault(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What a conversation keeps after a summary.
+    """A summary and the numbers with which a conversation continues after it.
 
     - `summary`: the model's text.
     - `number`: how many summaries there were so far, this one included.
@@ -196,7 +197,7 @@ def without_last_exchange(messages: Sequence[Message]) -> list[Message] | None:
 
 
 def summary_fault(reply: ParsedReply, *, ended: bool, num_tokens: int, max_tokens: int) -> SummaryFault | None:
-    """Return why the completion of a request for a summary is refused, or None for a valid summary.
+    """Return the reason to refuse the completion of a request for a summary, or None for a valid summary.
 
     `reply`: the parsed completion. `ended`: whether it ends with a stop token. `num_tokens`: the sampled tokens, of at
     most `max_tokens`."""

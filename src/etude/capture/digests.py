@@ -13,7 +13,7 @@ from etude.capture.chat import Message
 
 
 class KeptMessage(dict[str, Any]):
-    """A message that never changes, with its digest (`message_digest`) and its number of characters."""
+    """A message that must not be changed, with its digest (`message_digest`) and its number of characters."""
 
     __slots__ = ("digest", "num_chars")
 
@@ -23,7 +23,8 @@ class KeptMessage(dict[str, Any]):
 
 
 class KeptTools(list[dict[str, Any]]):
-    """A list of tools that never changes, with its digest. It can be the key of a dict, by identity."""
+    """A list of tools that must not be changed, with its digest. It can be the key of a dict; two such lists are equal
+    only if they are the same object."""
 
     __slots__ = ("digest",)
     __hash__ = object.__hash__  # type: ignore[assignment]
@@ -34,7 +35,7 @@ class KeptTools(list[dict[str, Any]]):
 
 
 class KeptMessages(list[Message]):
-    """The messages of a request, which never change, with their `conversation_keys`.
+    """The messages of a request, which must not be changed, with their `conversation_keys`.
 
     `earlier`: the messages of an earlier request, if these messages begin with them; None: no such request is known.
     `known`: the number of messages in `earlier`."""
@@ -47,7 +48,8 @@ class KeptMessages(list[Message]):
         self._keys: tuple[bytes, list[bytes]] = (b"", []) if earlier is None else earlier._keys
 
     def keys(self, tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
-        """Return `conversation_keys`. They are computed once; those of the earlier request are taken from it."""
+        """Return `conversation_keys`. They are computed once; the keys of messages in `earlier` are taken from
+        there."""
         (of_tools, known), digest = self._keys, tools_digest(tools)
         if of_tools != digest or len(known) < len(self):
             known = known if of_tools == digest else []

@@ -14,9 +14,9 @@ _SHORT_S = 0.02  # after more CPU time than this, less runs on the event loop
 class ShortWork:
     """Runs functions with short input on the event loop, where they delay it little, and all others in a thread.
 
-    `most` is the largest size of an input that counts as short, in a unit of the caller, such as characters. When two
-    functions in a row have each taken more than 20 ms on the event loop, the limit is halved. Each function that takes
-    less raises the limit again, up to `most`. `in_thread` runs a function in a thread."""
+    `most` is the largest size of a short input, in any unit, such as characters. When two functions in a row have each
+    taken more than 20 ms on the event loop, this limit is halved. Each function that takes less time raises it again,
+    up to `most`. `in_thread` runs a function in a thread."""
 
     def __init__(self, most: int, in_thread: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread) -> None:
         self._most = self._limit = most

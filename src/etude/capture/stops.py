@@ -27,7 +27,7 @@ _THOUGHT = "</think>"
 class Cut:
     """A completion that a stop text cuts off.
 
-    - `text`: the text that the client gets, which ends before `stop_text`. `reasoning`: what the model wrote before it.
+    - `text`: the text that the client gets, which ends before `stop_text`. `reasoning`: the reasoning before the text.
     - `sampled`: the tokens up to the end of the stop text, which are `kept` and `tail`.
     - `kept`: the tokens before the one with which the stop text begins. They stay in the conversation.
     - `tail`: the tokens from there to the end of the stop text.
@@ -45,8 +45,8 @@ class Cut:
 def stop_watch(chat: Chat, stops: Sequence[str], *, in_reasoning: bool | None) -> Callable[[list[int]], bool] | None:
     """Return a function that gets a completion's token ids part by part, and returns whether a stop text has appeared.
 
-    Stop texts in reasoning, and in calls and what follows them, do not count. `in_reasoning` is what
-    `Chat.in_reasoning` returns for the prompt. Without `stops`, None is returned."""
+    Stop texts in reasoning, in tool calls and after tool calls do not count. `in_reasoning` is what `Chat.in_reasoning`
+    returns for the prompt. Without `stops`, None is returned."""
     text = StreamedText(chat, stops, in_reasoning=in_reasoning)
 
     def enough(ids: list[int]) -> bool:

@@ -56,7 +56,7 @@ class Writer(Protocol):
         ...
 
     async def carry(self, summary: str, number: int, covered: Sequence[Message]) -> Carried:
-        """Return what the conversation keeps after summary number `number`.
+        """Return the summary and the numbers with which the conversation continues after summary number `number`.
 
         `summary` is its text, and `covered` are the client's messages that it replaces."""
         ...
@@ -64,7 +64,7 @@ class Writer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A stored summary, with which all conversations with a common beginning continue.
+    """A stored summary. All conversations that begin with the summarised messages continue from it.
 
     `messages` replace the beginning. `number`: how many summaries there were, this one included. `exchange`: tokens of
     the longest exchange before it."""
@@ -114,8 +114,8 @@ class Summaries:
         """Return a client's conversation with its beginning replaced by a summary, which is written first if it is due.
 
         `tools`: in OpenAI's format. `room`: tokens that the answer needs, in a context of `context_tokens` (None: that
-        of the limits). Raises what the writer raises. Requests with the same beginning wait for the same summary. It is
-        cancelled when all of them are cancelled."""
+        of the limits). Raises the errors of the writer. Requests with the same beginning wait for the same summary. It
+        is cancelled when all of them are cancelled."""
         keys = conversation_keys(tools, messages)
         inside = [i + 1 < len(messages) and messages[i + 1]["role"] == "tool" for i in range(len(messages))]
         known = self._longest_known([b"" if more else key for key, more in zip(keys, inside, strict=True)])

@@ -90,11 +90,11 @@ class Node:
         return self.context()[: self.num_tokens - len(self.completion.token_ids)]
 
     def context(self) -> I32:
-        """Return the token ids that the model has read and sampled up to the end of this turn, [num_tokens] int32."""
+        """Return all token ids from the root to the end of this turn, read and sampled ones: [num_tokens] int32."""
         return np.concatenate(self.context_parts())
 
     def context_parts(self) -> list[I32]:
-        """Return `context` as arrays in their order. It is one array for a turn that was recorded lately."""
+        """Return `context` as arrays in their order. For a recently recorded turn it is a single array."""
         parts: list[I32] = []
         for node in self.ancestry():
             if (kept := node.kept_context) is not None:
@@ -177,7 +177,7 @@ class TurnTree:
 
         The last message must not be the model's. `signatures`: the tools as the chat format takes them. `tools`: the
         same tools in OpenAI's format, needed when the tools may change within the tree. Raises `ContextFull`, before it
-        tokenises, for a prompt that certainly has more than `max_tokens` tokens, and what the chat format raises."""
+        tokenises, for a prompt that certainly has more than `max_tokens` tokens, and the errors of the chat format."""
         keys = conversation_keys(tools, messages)
         with self._lock:
             parent, known = self._deepest(keys)
@@ -208,7 +208,7 @@ class TurnTree:
     ) -> int:
         """Return how many tokens the prompt of a request would have. Nothing is recorded, and no session is taken.
 
-        The arguments are those of `prompt`. Raises what the chat format raises."""
+        The arguments are those of `prompt`. Raises the errors of the chat format."""
         keys = conversation_keys(tools, messages)
         with self._lock:
             parent, known = self._deepest(keys)

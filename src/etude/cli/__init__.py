@@ -40,8 +40,8 @@ _PATH_HINTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command in `argv` (None: the arguments of this process) and return its exit code. SIGTERM ends it like
-    Ctrl-C."""
+    """Run the command in `argv` (None: the arguments of this process) and return its exit code. SIGTERM ends the
+    command like Ctrl-C."""
     with sigterm_as_ctrl_c():
         return _run(argv)
 

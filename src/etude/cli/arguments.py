@@ -168,7 +168,7 @@ def add(commands: Commands[Parser], name: str, command: str, text: str) -> Parse
 
 
 def group(commands: Commands[Parser], name: str, help: str) -> Commands[Parser]:
-    """Add a command that has commands of its own, such as `etude weights`."""
+    """Add a command that has subcommands, such as `etude weights`. Returns the object to which to add them."""
     return commands.add_parser(name, help=help, description=help).add_subparsers(required=True, metavar="COMMAND")
 
 

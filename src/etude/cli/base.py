@@ -41,7 +41,11 @@ def compare(args: argparse.Namespace) -> int:
 
     The first one is compared with each of the others. Raises `EtudeError`."""
     if args.context < 2:
-        raise ConfigError(f"--context {args.context} is too small", "it must be at least 2", hint="for example 2048")
+        raise ConfigError(
+            f"--context {args.context} is too small",
+            "it must be at least 2",
+            hint="give a number of tokens, for example --context 2048",
+        )
     named = _named(args.models)
     costs = {name: _cost(path, args.hardware) for name, path in named.items()} if args.hardware else {}
     candidates = [_candidate(name, path, args.context) for name, path in named.items()]

@@ -22,6 +22,9 @@ from etude.cli.arguments import (
     public_key,
     within,
 )
+from etude.cli.commands_backups import add_backup_commands
+from etude.cli.commands_feedback import add_feedback, add_feedback_commands
+from etude.cli.commands_learn import add_learn_command
 from etude.cli.commands_machines import add_machine_commands
 from etude.cli.commands_privacy import add_capture, add_privacy_commands
 from etude.cli.commands_releases import add_release_commands
@@ -33,7 +36,8 @@ _SPLITS = ["train", "validation", "heldout", "transfer"]
 
 
 def build_parser() -> Parser:
-    """Return the parser of the command line. The parsed arguments have `command`, the "module:function" to call."""
+    """Return the parser of the command line. The parsed arguments have the attribute `command`, the "module:function"
+    to call."""
     exits = "exit codes: " + "; ".join(f"{code.value} {meaning}" for code, meaning in EXITS.items())
     about = "Mid-train and RL-train an open MoE language model in your own agent harness, and serve it."
     parser = Parser(prog="etude", description=about, epilog=exits)
@@ -51,6 +55,9 @@ def build_parser() -> Parser:
     _add_model_commands(commands)
     _add_fleet_commands(commands)
     add_privacy_commands(commands)
+    add_feedback_commands(commands)
+    add_learn_command(commands)
+    add_backup_commands(commands)
     _add_plugin_commands(commands)
     _add_harness_commands(commands)
     return parser
@@ -223,6 +230,7 @@ def _add_corpus_commands(commands: Commands[Parser]) -> None:
 
 
 def _add_inspection_commands(commands: Commands[Parser]) -> None:
+    _add_dash_command(commands)
     compare = add(commands, "compare", "reports:compare", "compare the held-out results of two runs, with intervals")
     compare.add_argument("run_a", type=Path, metavar="RUN", help="a run folder")
     compare.add_argument("run_b", type=Path, metavar="RUN", help="another run folder")
@@ -305,6 +313,20 @@ def _add_inspection_commands(commands: Commands[Parser]) -> None:
     audit = add(ledger, "audit", "reports:audit_ledger", "check that no rollout was lost or trained on twice")
     add_run(audit)
     audit.add_argument("--new", action="store_true", help="only what came after the last successful audit")
+
+
+def _add_dash_command(commands: Commands[Parser]) -> None:
+    about = "serve web pages of a run: versions, batches, rollouts with tokens, evaluations, fleet, releases, consent"
+    dash = add(commands, "dash", "dash:dash", about)
+    dash.add_argument(
+        "run", nargs="?", type=Path, metavar="RUN|FOLDER", help="a run, or a folder of runs (default: the newest run)"
+    )
+    dash.add_argument("--releases", type=Path, metavar="FILE", help="also show the releases in this file")
+    dash.add_argument("--privacy", type=Path, metavar="DIR", help="also show the counts of this folder of consent")
+    dash.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    dash.add_argument("--port", type=port, default=8080, help="port to listen on (default: %(default)s)")
+    dash.add_argument("--key", help="key that browsers must send as password (default: $ETUDE_API_KEY, else none)")
+    dash.add_argument("--keys", type=Path, metavar="FILE", help="TOML file of keys, as for etude serve")
 
 
 def _add_task_commands(commands: Commands[Parser]) -> None:
@@ -416,6 +438,7 @@ def _add_model_commands(commands: Commands[Parser]) -> None:
         help="refuse long conversations, do not summarise them",
     )
     add_capture(serve)
+    add_feedback(serve)
     _add_parity_command(commands)
     export = add(commands, "export", "serve:export", "write a model as a Hugging Face directory")
     export.add_argument(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from etude.cli.arguments import Commands, Parser, add, add_channel, add_set, group, place
+from etude.cli.commands_feedback import add_folder
 
 
 def add_release_commands(commands: Commands[Parser]) -> None:
@@ -24,7 +25,10 @@ def add_release_commands(commands: Commands[Parser]) -> None:
     gate.add_argument("--run", type=Path, metavar="RUN", help="refuse suites with tasks that this run was trained on")
     advance = add(release, "advance", "releases:advance", "complete what is pending, or do what the rules say now")
     observe = add(release, "observe", "releases:observe", "store outcomes of users")
-    observe.add_argument("outcomes", type=Path, metavar="FILE", help="JSON lines with id, subject, metric and value")
+    what = "JSON lines with id, subject, metric and value"
+    observe.add_argument("outcomes", type=Path, nargs="?", metavar="FILE", help=what)
+    observe.add_argument("--feedback", type=Path, metavar="FILE", help="signals of etude serve --feedback instead")
+    add_folder(observe)
     listing = add(release, "list", "releases:list_releases", "list all releases")
     why = add(release, "why", "releases:why", "show every transition with its reason, and what the rules say now")
     why.add_argument("number", type=int, nargs="?", metavar="NUMBER", help="of the release (default: the newest)")

@@ -20,7 +20,7 @@ _SHOWN_CHARS = 400
 
 
 def build(args: argparse.Namespace) -> int:
-    """Build a corpus from a config, or go on with a build that was stopped. Returns 0."""
+    """Build a corpus from a config, or continue a build that was stopped. Returns 0."""
     config = read_corpus_config(args.config, args.set)
     bars: dict[str, ProgressBar] = {}
 
@@ -44,7 +44,7 @@ def build(args: argparse.Namespace) -> int:
 
 
 def look(args: argparse.Namespace) -> int:
-    """Print the counts of a corpus, what was dropped and why, and its first documents. Returns 0."""
+    """Print the counts of a corpus, the numbers of dropped documents by reason, and its first documents. Returns 0."""
     corpus = Corpus.open(args.folder)
     _print_counts(corpus)
     screen = console()

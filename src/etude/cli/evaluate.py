@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Play a suite on checkpoints, the newest checkpoints of runs, a model at a URL, or a scripted agent. Returns 0.
+    """Run a suite on checkpoints, the newest checkpoints of runs, a model at a URL, or a scripted agent. Returns 0.
 
     Several checkpoints count as training seeds of one recipe. Prints JSON: the result of one model, a list of results
     with `--beside`, or an object with `results` and `seeds` for training seeds. Raises `GateFailed` if the first model,
@@ -136,7 +136,7 @@ def _settings(args: argparse.Namespace, subject: Subject) -> dict[str, Any]:
     if not isinstance(subject.model, Path):
         return overridden(args.set)
     raise ConfigError(
-        "--config is missing", "a checkpoint does not contain the tasks", hint="give the run's config.toml"
+        "--config is missing", "a checkpoint does not contain the tasks and limits", hint="give the run's config.toml"
     )
 
 

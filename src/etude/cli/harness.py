@@ -126,8 +126,7 @@ class Observed:
     """One turn of the checked program.
 
     `lost`: the tools and messages of its request that are not in the tokens that the model read. `num_resampled`: as in
-    `ModelTurn`. `broken`: its request goes on with an earlier conversation, but the turn became a new root of the
-    tree."""
+    `ModelTurn`. `broken`: its request continues an earlier conversation, but the turn became a new root of the tree."""
 
     turn: ModelTurn
     lost: list[str]
@@ -239,7 +238,8 @@ def _view(source: str, task: Task, run: AgentRun, chat: ChatFormat) -> RolloutVi
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that keeps a program from being trained well. Without `fatal` it can be trained nevertheless."""
+    """A problem of an agent program, which makes training worse or impossible. `fatal`: whether it makes training
+    impossible."""
 
     what: str
     hint: str
@@ -276,7 +276,7 @@ def _refused(episode: ObservedEpisode) -> Iterator[Problem]:
         what = f"{number(late, 'request')} came after the end of the rollout and got status 403"
         if episode.ending is Ending.TURNS:
             what += f": harness.max_turns = {episode.limits.max_turns} turns were used"
-        hint = "fine if the program stops then; else set harness.max_turns to more, or script its end with --answers"
+        hint = "nothing to do if the program stops then; else raise harness.max_turns, or script the end with --answers"
         yield Problem(what, hint, fatal=False)
 
 
@@ -284,7 +284,7 @@ _HINT = "change the request, or the program's settings; docs/guides/serving.md s
 _HINTS = {
     401: "send the key of OPENAI_API_KEY or ANTHROPIC_API_KEY",
     404: "OpenAI's clients need {base_url} (it ends with /v1), Anthropic's the same without /v1",
-    429: "fine if its client tries again; else send fewer requests at the same time",
+    429: "nothing to do if the client of the program tries again; otherwise send fewer requests at the same time",
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -162,6 +161,7 @@ def tune(args: argparse.Namespace) -> int:
     from etude.loop.corpus import encoded
     from etude.models.config import ModelConfig
     from etude.training import mid_train, write_corpus
+    from etude.training.mid_training import default_ranks
 
     config = build_config(read(args.config, args.set))
     term = _judge(config.rewards, args.term)
@@ -192,10 +192,12 @@ def tune(args: argparse.Namespace) -> int:
         corpus,
         args.out,
         model=model,
-        ranks=len(os.sched_getaffinity(0)),
+        ranks=default_ranks(config.learner),
         seed=config.seed,
         start=args.start,
         assets=args.start,
+        learner=config.learner,
+        numerics=config.numerics,
     )
     shutil.rmtree(corpus)
     console().print(f"{args.out}: {done.num_steps} steps, loss {done.loss:.3f} nats per token of an answer")
@@ -220,7 +222,7 @@ def _shown(one: Estimate | None) -> str:
 
 
 def accounts(args: argparse.Namespace) -> int:
-    """Print for each judge in a cache file its model, its number of calls, and their cost in dollars. Returns 0.
+    """Print the model, the number of calls and the cost in dollars of each judge in a cache file. Returns 0.
 
     Raises `InputError` if the file does not exist."""
     if not args.cache.is_file():

@@ -283,7 +283,11 @@ def serve(args: argparse.Namespace) -> int:
     The first SIGTERM lets running machines finish. The second one, or Ctrl-C, ends them at once."""
     if args.keys is None and not _is_loopback(args.host):
         hint = "give a file of API keys (--keys FILE), or use --host 127.0.0.1"
-        raise InputError(f"host {args.host!r} is reachable from the network", "there are no API keys", hint=hint)
+        raise InputError(
+            f"host {args.host!r} is reachable from the network",
+            "no API keys are configured, so anybody could create machines",
+            hint=hint,
+        )
     with contextlib.suppress(asyncio.CancelledError):
         asyncio.run(_serve(args))
     return Exit.DONE

@@ -87,7 +87,7 @@ def _table(found: list[Finding]) -> Table:
 
 
 def parity(args: argparse.Namespace) -> int:
-    """Train a classifier to tell two kinds of machines apart, and print how well it does so and by which facts.
+    """Train a classifier to tell two kinds of machines apart, and print its accuracy and the facts that it uses.
 
     Returns the exit code."""
     if args.machines < 5:

@@ -168,7 +168,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def remove(args: argparse.Namespace) -> int:
-    """Remove a name of an image; the image is deleted with its last name. Returns 0."""
+    """Remove a name of an image; an image without a name is deleted. Returns 0."""
     freed = _existing_store(args.store).remove(args.image)
     print(f"deleted, {size(freed)} freed" if freed else "the name is removed; the image has other names")
     return 0

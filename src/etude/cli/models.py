@@ -8,6 +8,7 @@ from collections import Counter
 from etude.dashboard.formatting import number, size
 from etude.errors import Exit
 from etude.models.config import FAMILY_NAMES, ModelConfig, ModelFamily, family_of, own_family_names
+from etude.models.config_json import MTP_KEY
 from etude.models.headers import unused_layers
 from etude.models.inspection import Inspection, inspect
 from etude.plan.arithmetic import active_parameters, kv_bytes_token
@@ -69,13 +70,15 @@ def _described(found: Inspection) -> dict[str, str]:
         layers = {} if c is None else unused_layers(found.folder, c)
         if layers:
             dropped = ", ".join(f"{layer} ({number(count, 'tensor')})" for layer, count in layers.items())
-            lines["dropped"] = f"{dropped}: multi-token prediction is not supported"
+            lines["dropped"] = f"{dropped}: config.json has {MTP_KEY} = {c.mtp_heads if c else 0}"
     return lines | {"ranks": _ranks(family.tiny() if c is None else c), "engines": _engines(family)}
 
 
 def _sizes(c: ModelConfig) -> str:
     words = [f"{c.num_parameters / 1e9:.3g} B parameters, {active_parameters(c) / 1e9:.3g} B active"]
     words.append(f"{c.num_layers} layers, width {c.hidden_size}")
+    if c.mtp_heads:
+        words.append(f"{number(c.mtp_heads, 'MTP head')} with {c.mtp_parameters / 1e9:.3g} B parameters")
     if c.num_experts:
         shared = f" and {c.num_shared} shared" if c.num_shared else ""
         words.append(f"{c.num_moe_layers} with {c.num_experts} experts, {c.top_k}{shared} per token")

@@ -111,7 +111,7 @@ def _number(what: str, text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise ConfigError(f"{what}: {text!r} is not a number of at least 0", hint="for example 2.5")
+        raise ConfigError(f"{what}: {text!r} is not a number of at least 0", hint="give a number, for example 2.5")
     return value
 
 
@@ -137,11 +137,13 @@ def _regions(args: argparse.Namespace, engines: int) -> tuple[Region, ...]:
             raise ConfigError(
                 f"--region {one!r} is invalid",
                 "write it as NAME:ENGINES:GBITS:MS (bandwidth in Gbit/s, round trip in ms)",
-                hint="for example tokyo:4:10:160",
+                hint="write it like tokyo:4:10:160",
             )
         gbits, ms = (_number(f"--region {one!r}", part) for part in parts[2:])
         if not gbits:
-            raise ConfigError(f"--region {one!r} has a bandwidth of 0", hint="for example tokyo:4:10:160")
+            raise ConfigError(
+                f"--region {one!r} has a bandwidth of 0", hint="give a bandwidth above 0, as in tokyo:4:10:160"
+            )
         found.append(Region(parts[0], int(parts[1]), gbits * 1.25e8, ms / 1e3))
     if found and sum(one.engines for one in found) != engines:
         total = sum(one.engines for one in found)
@@ -156,7 +158,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
     if args.config.is_dir():
         if not (args.config / "config.json").is_file():
             raise NoCheckpoint(
-                f"{args.config} is not a checkpoint", "no config.json", hint="give a config.toml or a checkpoint"
+                f"{args.config} is not a checkpoint", "it has no config.json", hint="give a config.toml or a checkpoint"
             )
         return build_config({**overridden(settings), "start": str(args.config)})
     return build_config(read(args.config, settings))
@@ -205,7 +207,7 @@ def _layout(args: argparse.Namespace, config: RunConfig, steps: MeasuredSteps | 
         raise ConfigError(
             "the config has no engines",
             "fleet.engines = []",
-            hint="give the number of engines that will join: --engines",
+            hint="give the number of engines that will join: --engines N",
         )
     changed = args.changed_share
     if changed is None:
@@ -296,7 +298,8 @@ def _calibrated(config: RunConfig) -> Measured:
             done = subprocess.run(argv, capture_output=True, text=True, timeout=CALIBRATE_S, env=env)
         except subprocess.TimeoutExpired:
             raise EtudeError(
-                f"measuring this machine took more than {CALIBRATE_S:g} s", hint="give the hardware: --hardware h200"
+                f"measuring this machine took more than {CALIBRATE_S:g} s",
+                hint="plan for other hardware, such as --hardware h200",
             ) from None
     lines = done.stdout.splitlines()
     if done.returncode == Exit.DONE:

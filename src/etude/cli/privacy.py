@@ -38,7 +38,8 @@ def show(args: argparse.Namespace) -> int:
 
 
 def set_level(args: argparse.Namespace) -> int:
-    """Set the consent level of a subject, and print the one that now holds. Creates the folder. Returns 0."""
+    """Set the consent level of a subject, and print the level that is now in force. Creates the folder if needed.
+    Returns 0."""
     subject, level = Subject.parse(args.subject), Level.parse(args.level)
     with PrivacyFolder(args.folder) as folder:
         now = folder.consent.set(subject, level)
@@ -52,15 +53,21 @@ def set_level(args: argparse.Namespace) -> int:
 def erase(args: argparse.Namespace) -> int:
     """Erase a subject, and print which records, rollouts, batches and versions hold its data.
 
-    Returns 0, or 1 when ledger and traces of a run do not agree on it."""
+    Returns 0, or 1 if the ledger and the traces of a run disagree about the rollouts with its data, or a file of
+    signals is missing."""
     subject = Subject.parse(args.subject)
     runs = [open_run(path) for path in args.run]
     with _open(args.folder) as folder:
         done = folder.erase(subject)
     print(f"erased {subject}: {done.num_keys} keys destroyed, {len(done.records)} records deleted; its level is off")
+    for path, number in done.attached.items():
+        print(f"{path}: {number} signals deleted")
+    for path in done.missing:
+        hint = f"put it back and erase again; if it was deleted for good: touch {path}"
+        print(f"error: {path} is missing: its signals were not deleted\n  hint: {hint}", file=sys.stderr)
     print(f"rollouts that hold its data: {', '.join(done.rollouts) or 'none'}")
     agree = [_print_uses(run, done.rollouts) for run in runs]
-    return 0 if all(agree) else 1
+    return 0 if all(agree) and not done.missing else 1
 
 
 def _print_uses(run: RunFolder, rollouts: Collection[str]) -> bool:
@@ -85,7 +92,7 @@ def _print_uses(run: RunFolder, rollouts: Collection[str]) -> bool:
 
 
 def export(args: argparse.Namespace) -> int:
-    """Print the records of a subject as JSON lines. Unreadable ones are told at the end.
+    """Print the records of a subject as JSON lines. Records that cannot be read are listed at the end.
 
     Returns 0, or 1 when a record could not be read."""
     unreadable = 0
@@ -102,7 +109,7 @@ def export(args: argparse.Namespace) -> int:
 
 
 def expire(args: argparse.Namespace) -> int:
-    """Delete expired records, and print how many. Returns 0."""
+    """Delete expired records, and print their number. Returns 0."""
     with _open(args.folder) as folder:
         print(f"{folder.records.expire()} records deleted")
     return 0

@@ -10,11 +10,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from etude.cli.feedback import opened_feedback
 from etude.cli.locations import open_run
 from etude.cli.store_locations import existing_store
 from etude.errors import Exit, InputError
 from etude.evals.suites import read_suite
 from etude.releases import Decision, Release, Releases, check_gate
+from etude.releases.feedback import outcomes_of
 from etude.releases.gate import Played, read_parity, read_played
 from etude.releases.outcomes import read_outcomes
 from etude.releases.settings import read_settings
@@ -37,7 +39,7 @@ def begin(args: argparse.Namespace) -> int:
 def gate(args: argparse.Namespace) -> int:
     """Compare evaluations of candidate and stable version. Returns 0 if the candidate passes, 1 if it is refused.
 
-    With `--run`, the suites are refused if the run was trained on one of their tasks."""
+    With `--run`, a suite is refused if the run was trained on one of its tasks."""
     with _opened(args) as releases:
         release, played = releases.newest(), dict[str, tuple[Played, Played]]()
         for one in release.settings.gate:
@@ -68,7 +70,8 @@ def _refuse_trained(name: str, path: Path) -> None:
 
 
 def advance(args: argparse.Namespace) -> int:
-    """Complete what is pending, or do what the rules say now about the newest release. Returns 0."""
+    """Complete a transition that was interrupted, or let the rules decide the next step of the newest release. Returns
+    0."""
     with _opened(args) as releases:
         release, found = releases.advance(_store(releases), now=time.time())
     print(_line(release))
@@ -78,9 +81,17 @@ def advance(args: argparse.Namespace) -> int:
 
 
 def observe(args: argparse.Namespace) -> int:
-    """Store outcomes of users from a file of JSON lines. Returns 0."""
+    """Store outcomes of users from a file of JSON lines, or from signals about answers. Returns 0."""
+    if (args.outcomes is None) == (args.feedback is None):
+        raise InputError("give either a file of outcomes or --feedback", hint="etude release observe --feedback FILE")
     with _opened(args) as releases:
-        outcomes = list(read_outcomes(args.outcomes))
+        if args.feedback is None:
+            outcomes = list(read_outcomes(args.outcomes))
+        else:
+            release = releases.newest()
+            metrics = {metric.name for metric in release.settings.metrics}
+            with opened_feedback(args.feedback, args.capture) as file:
+                outcomes = list(outcomes_of(file.signals(since=releases.share_since(release)), metrics))
         num = releases.observe(outcomes, now=time.time())
     print(f"{num} of {len(outcomes)} outcomes are new and count")
     return Exit.DONE
@@ -95,7 +106,7 @@ def list_releases(args: argparse.Namespace) -> int:
 
 
 def why(args: argparse.Namespace) -> int:
-    """Print every transition of a release with its reason, and what the rules say now. Returns 0."""
+    """Print every transition of a release with its reason, and the present decision of the rules. Returns 0."""
     with _opened(args) as releases:
         release = releases.newest() if args.number is None else _numbered(releases, args.number)
         print(_line(release))
@@ -125,14 +136,14 @@ def rollback(args: argparse.Namespace) -> int:
 
 
 def hold(args: argparse.Namespace) -> int:
-    """Keep the canary at its share. Returns 0."""
+    """Keep the canary of the newest release at its share until an operator decides. Returns 0."""
     with _opened(args) as releases:
         print(_line(releases.hold(reason=args.reason, now=time.time())))
     return Exit.DONE
 
 
 def resume(args: argparse.Namespace) -> int:
-    """Continue with a release that was held. Returns 0."""
+    """Continue the newest release, which was held. Returns 0."""
     with _opened(args) as releases:
         print(_line(releases.resume(reason=args.reason, now=time.time())))
     return Exit.DONE

@@ -93,6 +93,9 @@ def fsck(args: argparse.Namespace) -> int:
         print(found)
     for found in proof.notices:
         print(f"notice: {found}")
+    if proof.formats:
+        told = (f"{kind} {', '.join(sorted(numbers))}" for kind, numbers in sorted(proof.formats.items()))
+        print(f"formats: {'; '.join(told)}")
     print(
         f"{path}: {number(proof.num_files, 'file')}, {size(proof.num_bytes)} read:"
         f" {number(len(proof.problems), 'problem')}, {number(len(proof.notices), 'notice')}"
@@ -102,9 +105,10 @@ def fsck(args: argparse.Namespace) -> int:
 
 
 def audit_ledger(args: argparse.Namespace) -> int:
-    """Check whether a rollout was lost or trained on twice, by the records of batches and weights.
+    """Compare a run's ledger with the records of batches and weights, to find rollouts that were lost or trained on
+    twice.
 
-    Returns exit code 1 if one was."""
+    Returns exit code 1 if it finds any."""
     run = open_run(args.run)
     ledger, weights, traces = open_ledger(run), weights_location(run), traces_folder(run)
     ledger.verify()

@@ -169,7 +169,7 @@ def recompute_run(args: argparse.Namespace) -> int:
     """Compute rewards, advantages and batches of a run again from its stored terms, and compare them.
 
     Returns exit code 1 if they differ from the recorded ones. With `--set` it computes with changed settings, prints
-    what they would have changed, and returns 0. Raises `RunError` if the run has no recorded step."""
+    the rewards and advantages that would differ, and returns 0. Raises `RunError` if the run has no recorded step."""
     run = open_run(args.run)
     config, folder = read_config(run), traces_folder(run)
     settings, experience = RewardSettings(run, config), config.experience

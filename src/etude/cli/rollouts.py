@@ -38,7 +38,7 @@ def list_rollouts(args: argparse.Namespace) -> int:
     if args.eval is not None:
         if args.state is not None:
             facts = "only rollouts of training have a state"
-            raise InputError("--state and --eval exclude each other", facts, hint="leave out one of them")
+            raise InputError("--state and --eval cannot be used together", facts, hint="leave out one of them")
         results = sorted(read_rows(_evaluation(run, args.eval)), key=lambda row: row.rollout_id)
         _print(_evaluated(results[-args.limit :]), len(results))
         return 0

@@ -236,7 +236,7 @@ async def _show(folder: RunFolder) -> None:
 
 
 def status(args: argparse.Namespace) -> int:
-    """Print what a run is doing; with `--words` also what the terms mean. Returns 0."""
+    """Print the state of a run; with `--words` also explain the terms. Returns 0."""
     folder = open_run(args.run)
     if args.watch and folder.holder() is not None:
         asyncio.run(_until_ended(folder))

@@ -20,7 +20,7 @@ from etude.gateway import GatewayConfig, Keys
 from etude.numerics.config import Quantise
 from etude.releases.pointers import CANARY, STABLE
 from etude.releases.router import ReleaseRouter
-from etude.seams import AnswerRecorder
+from etude.seams import AnswerRecorder, FeedbackReceiver
 
 if TYPE_CHECKING:
     from etude.loop.serving import ModelSource
@@ -56,14 +56,22 @@ def serve(args: argparse.Namespace) -> int:
         from etude.privacy import CaptureWriter
 
         recorder = CaptureWriter(args.capture, keep_days=args.capture_days)
+    feedback = None
     try:
+        if args.feedback is not None:
+            from etude.signals import FeedbackWriter
+
+            feedback = FeedbackWriter(
+                args.feedback, privacy=args.capture, keep_days=args.feedback_days, cap=args.feedback_cap
+            )
         with contextlib.suppress(asyncio.CancelledError):
-            event_loop.run(_serve(models, gateway, keys, recorder, args))
+            event_loop.run(_serve(models, gateway, keys, recorder, feedback, args))
     finally:
-        if recorder is not None:
-            recorder.close()
-            counts = ", ".join(f"{number} {name}" for name, number in recorder.counts().items())
-            print(f"capture: {counts}", file=sys.stderr)
+        for name, one in (("capture", recorder), ("feedback", feedback)):
+            if one is not None:
+                one.close()
+                counts = ", ".join(f"{number} {what}" for what, number in one.counts().items())
+                print(f"{name}: {counts}", file=sys.stderr)
     return 0
 
 
@@ -81,6 +89,7 @@ async def _serve(
     gateway: GatewayConfig,
     keys: Keys | None,
     recorder: AnswerRecorder | None,
+    feedback: FeedbackReceiver | None,
     args: argparse.Namespace,
 ) -> None:
     from etude.loop.serving import forever, model_of_checkpoint, model_of_fleet, parts_of, serve
@@ -115,7 +124,7 @@ async def _serve(
         for source in sources
     ]
     _print_log()
-    async with serve(opened, gateway=gateway, keys=keys, recorder=recorder, router=router) as url:
+    async with serve(opened, gateway=gateway, keys=keys, recorder=recorder, router=router, feedback=feedback) as url:
         with_key = "with" if keys else "without"
         print(f"serving {', '.join(models)} at {url} ({with_key} a key); stop with Ctrl-C", flush=True)
         await forever()

@@ -28,7 +28,8 @@ _REPORT_AFTER_S = 2.5
 def named_store(text: str | None, *, readonly: bool = True) -> BlobStore:
     """Open the store that a RUN|STORE argument names. Raises `NoRun`.
 
-    It is a URL, the directory of a store, or a run, whose weights are meant. None means the newest run."""
+    It is a URL, the directory of a store, or a run, which stands for the store of its weights. None means the newest
+    run."""
     if text is not None and is_store(text):
         return reporting_store(text, sys.stderr, readonly=readonly)
     return weights_store(open_run(None if text is None else Path(text)), readonly=readonly)
@@ -88,10 +89,10 @@ def reporting_store(location: str, out: TextIO, *, cache: Path | None = None, re
 class ReportingStore:
     """A `BlobStore` that reports when the store behind it does not answer.
 
-    That store retries requests by itself, for up to `deadline_s` seconds. Only reads of pointers are timed: they are
-    small and are read first, so a slow answer means that the store is unreachable, while a large object may simply take
-    long. `location` is the name in the messages. `report` is called from another thread with a line when a pointer
-    takes longer than `after_s` seconds, and with another line when the store answers again. Use it in one thread."""
+    That store retries requests by itself, for up to `deadline_s` seconds. Only reads of pointers are timed. They are
+    small, so a slow answer means that the store is unreachable; a large object may take long for other reasons.
+    `location` is the name in the messages. `report` is called from another thread with a line when a pointer takes
+    longer than `after_s` seconds, and with another line when the store answers again. Use it in one thread."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ from etude.weights.chain import fsck, inspect, signing
 
 
 def log(args: argparse.Namespace) -> int:
-    """List every published version, the newest last: bytes, compression ratio, how near the size is to the lower bound,
+    """List every published version, the newest last: bytes, compression ratio, size relative to the lower bound,
     rollouts.
 
     Returns 0."""
@@ -107,7 +107,8 @@ def verify(args: argparse.Namespace) -> int:
         return weights_files.verify(args.run, args.base)
     if args.run is not None and args.run.is_file():
         raise InputError(
-            f"{args.run} is a file", hint=f"give its base: etude weights verify {args.run} --base CHECKPOINT"
+            f"{args.run} is a file",
+            hint=f"for a delta file, give its base: etude weights verify {args.run} --base CHECKPOINT",
         )
     run = open_run(args.run)
     check = fsck.verify(locations.weights_store(run, readonly=True))

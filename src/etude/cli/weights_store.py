@@ -183,7 +183,11 @@ def relay(args: argparse.Namespace) -> int:
             f"--listen {args.listen} is not an address", hint="write HOST:PORT, for example 127.0.0.1:8800"
         )
     if token is None and host not in ("127.0.0.1", "localhost", "[::1]"):
-        raise InputError(f"a relay on {host} needs a token", "anyone could read the weights", hint="set ETUDE_TOKEN")
+        raise InputError(
+            f"a relay on {host} needs a token",
+            "without a token, anybody could read the weights",
+            hint="set ETUDE_TOKEN",
+        )
     app = build_relay(existing_store(args.store, cache=args.cache), token=token)
     try:
         listener = socket.create_server(
@@ -271,7 +275,7 @@ def first_problem(found: fsck.Check) -> str:
 
 
 def print_check(found: fsck.Check) -> None:
-    """Print the findings of a check, one per line, and how much it read."""
+    """Print the findings of a check, one per line, and the number of objects and bytes that it read."""
     for finding in found.found:
         print(finding)
     for finding in found.notices:

@@ -51,15 +51,15 @@ Progress = Callable[[str, int, int], None]
 def build_corpus(
     config: CorpusConfig, folder: Path, *, jobs: int | None = None, on_part: Progress | None = None
 ) -> Corpus:
-    """Build a corpus into a folder, or go on with a build that was stopped.
+    """Build a corpus into a folder, or continue a build that was stopped.
 
-    `jobs`: number of processes. Each has a deadline for progress (`workers.STALL_S`). None: this process does all, and
-    hangs if a disk or a plug-in hangs.
+    `jobs`: number of processes; one that makes no progress for `workers.STALL_S` seconds is killed. None: everything is
+    done in this process, which hangs if a disk or a plug-in hangs. `on_part`: called with the progress.
 
     Returns the corpus at once if it was already built with this config. Raises `ConfigError` for settings that do not
     fit the tokenizer, `InputError` for a folder with other content, and `CorpusError` for a full disk, for sources that
     changed since the build began, for a process that hangs or was killed, and for a folder that another process is
-    building. After each of these errors what is finished is kept, and the same call goes on."""
+    building. After each of these errors the finished parts are kept, and the same call continues the build."""
     encoder = Encoder.load(config.tokenizer, config.fim, seed=config.seed)
     plain = json.loads(json.dumps(to_plain(config)))
     work = folder / "work"
@@ -71,7 +71,9 @@ def build_corpus(
         shutil.rmtree(work, ignore_errors=True)  # of a build that was killed at its very end
         return corpus
     if folder.exists() and not work.is_dir() and any(folder.iterdir()):
-        raise InputError(f"{folder} is not empty", "it has no unfinished corpus", hint="give a new folder")
+        raise InputError(
+            f"{folder} is not empty", "its files are not those of an unfinished corpus", hint="give a new folder"
+        )
     try:
         work.mkdir(parents=True, exist_ok=True)
         with _locked(work / "lock", folder):
@@ -83,7 +85,7 @@ def build_corpus(
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         facts = f"{folder} takes no more data; {shutil.disk_usage(folder).free:,} bytes are free"
-        hint = "free space and run the same command again: what is finished is kept"
+        hint = "free space and run the same command again: finished parts are kept"
         raise CorpusError("the disk is full", facts, hint=hint) from None
 
 

@@ -35,10 +35,12 @@ class _Bad(Exception):
 class Chats(Divided):
     """Files with one chat in each line: `{"messages": [...], "tools": [...]}`, both in OpenAI's format.
 
-    `files`: patterns, or folders, of which all `*.jsonl` are read. `checkpoint`: a folder with tokenizer.json and chat
-    template; the tokenizer must be that of the corpus. `id` and `licence` are the names of fields; a line without an
-    id is named by its file and offset. What comes after the last answer is left out. Raises `InputError` if no file
-    matches."""
+    - `files`: patterns of files, or folders, in which all `*.jsonl` are read.
+    - `checkpoint`: a folder with tokenizer.json and chat template; the tokenizer must be that of the corpus.
+    - `id`, `licence`: names of the fields with a chat's id and licence. A line without an id is named by its file and
+      offset.
+
+    Messages after the last answer of the assistant are left out. Raises `InputError` if no file matches."""
 
     files: tuple[str, ...]
     checkpoint: Path
@@ -50,16 +52,20 @@ class Chats(Divided):
         return ChatFormat.load(self.checkpoint)
 
     def check_tokenizer(self, sha256: str) -> None:
-        """Raise `ConfigError` unless this is the tokenizer of the checkpoint. `sha256`: of its tokenizer.json."""
+        """Raise `ConfigError` if the corpus has another tokenizer than the checkpoint of the chats.
+
+        `sha256`: the SHA-256 of the corpus's tokenizer.json."""
         path = self.checkpoint / "tokenizer.json"
         found = file_digest(path) if path.is_file() else "none"
         if found != sha256:
             facts = f"the SHA-256 of {path} is {found[:12]}, that of tokenizer.path {sha256[:12]}"
             hint = "set tokenizer.path to the checkpoint of the chats"
-            raise ConfigError("the chats have another tokenizer than the corpus", facts, hint=hint)
+            raise ConfigError("the checkpoint of the chats has another tokenizer than the corpus", facts, hint=hint)
 
     def pieces(self) -> list[list[Any]]:
-        """Return pieces, which are [file, first byte, last byte + 1, mtime in ns, digest of the chat format]."""
+        """Divide the files into pieces that can be read in parallel.
+
+        Returns [file, first byte, last byte + 1, mtime in ns, digest of the chat format] for each."""
         self._chat  # noqa: B018  raise the error of a damaged checkpoint before anything is read
         paths = [self.checkpoint / name for name in TOKENISER]
         digests = [file_digest(path) if path.is_file() else "" for path in paths]
@@ -75,7 +81,7 @@ class Chats(Divided):
         return found
 
     def read(self, piece: Any) -> Iterator[Document | Dropped]:
-        """Yield the documents of a piece."""
+        """Yield the documents of a piece that `pieces` returned."""
         name, start, stop, *_ = piece
         progress.begin(f"reading {name}")
         with open(name, "rb") as file:
@@ -84,7 +90,9 @@ class Chats(Divided):
                 progress.begin(f"reading {name} after byte {offset}")
 
     def parsed(self, name: str, line: bytes | None) -> Document | Dropped:
-        """Return the document of one line (None: a line that is too long), or a `Dropped` with the reason."""
+        """Return the document in one line, or a `Dropped` with the reason why there is none.
+
+        `name` becomes the document's id if the line has none. `line`: None if it was too long."""
         if line is None:
             return Dropped(name, "too-large")
         try:

@@ -28,7 +28,8 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class Secrets(enum.StrEnum):
-    """What happens to a document with a secret. REDACT replaces the secret by "<REDACTED>"."""
+    """What to do with a document that contains a secret, such as a password. REDACT replaces the secret by
+    "<REDACTED>"."""
 
     DROP = "drop"
     REDACT = "redact"
@@ -38,11 +39,11 @@ class Secrets(enum.StrEnum):
 class SourceConfig:
     """A `[[sources]]` table: where documents come from.
 
-    - `name`: its name in `mix`, in the manifest and in the ids of documents.
+    - `name`: the source's name in `mix`, in the manifest and in the ids of documents.
     - `kind`: a built-in source (`SOURCES`) or "my_package.module:Name", as a table with `kind` and its settings.
-    - `weight`: its share of the tokens of a phase that has no `mix`, relative to the other sources.
-    - `max_epochs`: how often its tokens may be repeated, over all phases.
-    - `licence`: SPDX expression of documents without a licence of their own ("": not known)."""
+    - `weight`: the source's share of the tokens, relative to the other sources, in phases without `mix`.
+    - `max_epochs`: how often the source may be used, over all phases (1: each token once).
+    - `licence`: the SPDX expression for documents whose own licence is not known ("": not known either)."""
 
     name: str  # its name in `mix`, in the manifest and in the ids of documents
     kind: Annotated[Plugin, BuiltIn(tuple(SOURCES))]  # a table with `kind` and its settings
@@ -57,7 +58,8 @@ class SourceConfig:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """The `[tokenizer]` table. `path`: a tokenizer.json, or a folder with one. `end`: the token after each document."""
+    """The `[tokenizer]` table. `path`: a tokenizer.json, or a folder with one. `end`: the token that is put after each
+    document."""
 
     path: Path  # a tokenizer.json, or a folder with one
     end: str = "<|endoftext|>"  # name of the token after each document
@@ -65,11 +67,13 @@ class TokenizerConfig:
 
 @dataclass(frozen=True)
 class QualityConfig:
-    """The `[quality]` table: limits of a document. Each has its own reason of a drop.
+    """The `[quality]` table: documents outside these limits are dropped. The names in parentheses are the reasons that
+    the manifest counts.
 
     - `min_chars` ("too-short"), `max_chars` ("too-large"), `max_line_chars` ("long-lines").
-    - `min_alphanumeric`: letters and digits as a share of all characters but spaces ("not-alphanumeric").
-    - `max_repeated`: share of the text that repeats its earlier parts ("repetitive")."""
+    - `min_alphanumeric`: the smallest share of letters and digits among all characters except spaces
+      ("not-alphanumeric").
+    - `max_repeated`: the largest share of the text that may repeat earlier parts of it ("repetitive")."""
 
     min_chars: int = ranged(32, low=1)
     max_chars: int = ranged(1_000_000, low=1, high=8_000_000)
@@ -90,10 +94,10 @@ class NearConfig:
 class HeldOutConfig:
     """The `[heldout]` table: texts that must not be in the corpus.
 
-    - `files`: patterns of files, such as "evals/**/*.py".
-    - `tasks`: task sources, as import paths or tables with `kind` and settings; answers and hidden tests of all
-      splits, and instructions of all splits but training.
-    - `num_tasks`: how many tasks of each split are asked for."""
+    - `files`: patterns of files with such texts, such as "evals/**/*.py".
+    - `tasks`: task sources, as import paths or tables with `kind` and settings. Searched for are the answers and hidden
+      tests of all splits, and the instructions of all splits except training.
+    - `num_tasks`: how many tasks of each split are requested from the source."""
 
     files: tuple[str, ...] = ()
     tasks: tuple[Annotated[Plugin, BuiltIn(())], ...] = ()
@@ -122,7 +126,8 @@ class FimConfig:
 class PhaseConfig:
     """A `[[phases]]` table: a part of mid-training with its own mixture.
 
-    `tokens`: its size. `mix`: source -> share of its tokens, relative to each other (empty: the sources' `weight`)."""
+    `tokens`: the number of tokens of the phase. `mix`: the share of each source in them, relative to each other (empty:
+    the sources' `weight`)."""
 
     name: str
     tokens: int = ranged(0, low=1)
@@ -139,13 +144,15 @@ class PhaseConfig:
 class CorpusConfig:
     """A config of `etude corpus build`.
 
-    - `seed`: of the order of documents, and of FIM.
-    - `licences`: SPDX ids that documents may have, and "unknown"; empty: all.
+    - `seed`: the seed for the order of documents and for fill-in-the-middle.
+    - `licences`: the SPDX ids that documents may have; "unknown" allows documents without a known licence. Empty: all
+      are allowed.
     - `secrets`: what happens to a document with a secret.
-    - `shard_tokens`: size of a shard.
-    - `phases`: empty: one phase with every document once.
+    - `shard_tokens`: the number of tokens of a shard.
+    - `phases`: the phases of mid-training; empty: one phase that has every document once.
 
-    Raises `ValueError` for names that are not unique or not known, and a phase without a share above 0."""
+    Raises `ValueError` for names that are not unique or not known, and for a phase in which no source has a share above
+    0."""
 
     tokenizer: TokenizerConfig
     sources: tuple[SourceConfig, ...]
@@ -175,7 +182,7 @@ class CorpusConfig:
                 raise ValueError(f"phase {phase.name!r} has no source with a share above 0")
 
     def shares(self, phase: PhaseConfig) -> dict[str, float]:
-        """Return the share of each source in a phase, relative to each other."""
+        """Return the share of each source in a phase. The shares are relative: their sum need not be 1."""
         if phase.mix:
             return {source.name: phase.mix.get(source.name, 0.0) for source in self.sources}
         return {source.name: source.weight for source in self.sources}

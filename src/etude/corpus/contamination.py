@@ -70,14 +70,17 @@ _IS_KEYWORD, _IS_PREFIX = _membership(_KEYWORDS), _membership(_PREFIXES)
 
 @dataclass(frozen=True)
 class Code:
-    """The tokens of a text as code: uint64 hashes [T], and which are names [T]. A string is one token."""
+    """The tokens of a program text: the hash of each (uint64 [T]), and whether it is a name (bool [T]). A string is one
+    token."""
 
     hashes_T: U64
     is_name_T: npt.NDArray[np.bool_]
 
 
 def code_of(text: str, tokens: Tokens) -> list[Code]:
-    """Return the tokens of a text without comments and docstrings: one view, or two for both kinds of comments.
+    """Return the tokens of a program text without its comments and docstrings.
+
+    If it is not known whether "#" or "//" begins a comment, the list has two elements, one for each.
 
     >>> text = "x = f('a b', 1)  # one"
     >>> [code.is_name_T.tolist() for code in code_of(text, Tokens.of(text))]
@@ -118,9 +121,11 @@ def _without(parts: Sequence[str], tokens: Tokens) -> Code:
 
 
 def code_grams(code: Code, width: int = CODE_GRAM) -> U64:
-    """Return a hash for each window of tokens, equal for windows that differ in their names only: [T - width + 1].
+    """Return a hash for each window of `width` tokens: uint64 [T - width + 1]. Windows that differ only in their names
+    have the same hash.
 
-    It is 0 for a window in which fewer than a third of the tokens are not names: such windows are all alike.
+    The hash is 0 if fewer than a third of the window's tokens are not names: such windows are too similar to each other
+    to be compared.
 
     >>> one, other = (code_of(text, Tokens.of(text))[0] for text in ("a = b + a * 2", "x=y  + x*2"))
     >>> bool((code_grams(one, 5) == code_grams(other, 5)).all())
@@ -147,7 +152,7 @@ def code_grams(code: Code, width: int = CODE_GRAM) -> U64:
 
 
 def prose_grams(text: str) -> U64:
-    """Return a hash for each window of lower-case words: [W - 7]."""
+    """Return a hash for each window of 8 words in lower case: uint64 [W - 7] for a text of W words."""
     words = Tokens.of(text.lower(), underscores=False)
     hashes = words.hashes_T[words.is_word_T]
     return rolling(hashes, PROSE_GRAM) if len(hashes) >= PROSE_GRAM else np.zeros(0, np.uint64)
@@ -171,7 +176,8 @@ def joined(text: str) -> str:
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """One text that must not be in a corpus. `name` says what it is. `is_prose`: words are compared, not tokens."""
+    """One text that must not be in a corpus. `name` describes it. `is_prose`: words are compared; otherwise it is code,
+    and tokens are compared."""
 
     name: str
     text: str
@@ -179,7 +185,8 @@ class HeldOutText:
 
     @classmethod
     def of(cls, name: str, text: str) -> HeldOutText:
-        """Return the held-out text of a file or of an answer; its name's ending decides whether it is prose."""
+        """Create a held-out text from the content of a file or an answer. The ending of `name` decides whether it is
+        prose."""
         return cls(name, text, name.lower().endswith(_PROSE_ENDINGS))
 
 
@@ -188,9 +195,10 @@ class HeldOutIndex:
     """The n-grams of all segments of held-out texts.
 
     - `grams_G`: sorted uint64, one entry for each pair of n-gram and segment; `segments_G`: the segment, int32.
-    - `needs_S`: number of n-grams of a segment with which a document is contaminated; `texts_S`: its text's index.
+    - `needs_S`: for each segment, the number of its n-grams that a document must contain to be dropped; `texts_S`: the
+      index of the text that the segment is from.
     - `names`: of the texts. `too_short`: names of texts that have too few tokens to be found.
-    - `has_code`, `has_prose`: which views are needed."""
+    - `has_code`, `has_prose`: whether any of the texts is code, or prose."""
 
     grams_G: U64
     segments_G: npt.NDArray[np.int32]
@@ -203,7 +211,7 @@ class HeldOutIndex:
 
     @classmethod
     def build(cls, texts: Iterable[HeldOutText]) -> HeldOutIndex:
-        """Index held-out texts. A text without a segment is listed in `too_short`."""
+        """Index held-out texts. The names of texts that are too short to have a segment are in `too_short`."""
         grams, segments = list[U64](), list[npt.NDArray[np.int32]]()
         needs, owners, names, too_short = list[int](), list[int](), list[str](), list[str]()
         has = {True: False, False: False}
@@ -238,7 +246,8 @@ class HeldOutIndex:
         return Membership(self.grams_G)
 
     def find(self, text: str, tokens: Tokens | None = None) -> str | None:
-        """Return the name of a held-out text that a document contains, or None. `tokens`: of the text, if known."""
+        """Return the name of a held-out text that a document contains, or None. `tokens`: the document's tokens, if
+        they were computed before."""
         if not len(self.grams_G):
             return None
         ordered = joined(text)

@@ -17,11 +17,13 @@ MAX_BYTES = 8 << 20
 class Document(msgspec.Struct, frozen=True):
     """One text with its provenance.
 
-    `id` names it within its source and stays the same between builds. `path` is its file ("": none); filters use its
-    ending. `licence` is an SPDX expression such as "MIT OR Apache-2.0" ("": not known).
+    - `id` names it within its source and stays the same between builds.
+    - `path` is its file ("": none); filters use the ending.
+    - `licence` is an SPDX expression such as "MIT OR Apache-2.0" ("": not known).
 
-    `said`: for a chat, the (first, last + 1) characters of each answer of the assistant, in order. The text is then a
-    rendering of `ChatFormat`, in which special tokens are tokens; of any other document they are ordinary text."""
+    - `said` is only for chats: the (first, last + 1) character of each answer of the assistant, in order. The text of a
+      chat is rendered by `ChatFormat`, and special tokens in it are encoded as such. In any other document, they are
+      encoded as ordinary text."""
 
     id: str
     text: str
@@ -51,11 +53,12 @@ class DividedSource(DocumentSource, Protocol):
     """A source whose documents are in pieces, which several processes read at the same time."""
 
     def pieces(self) -> Sequence[Any]:
-        """Return the pieces in order. A piece is plain JSON data, and differs if its content was changed."""
+        """Return the pieces in order. A piece is plain JSON data that describes where its documents are, and changes if
+        they change."""
         ...
 
     def read(self, piece: Any) -> Iterator[Document | Dropped]:
-        """Yield the documents of a piece. `documents` yields those of all pieces, in order."""
+        """Yield the documents of a piece. `documents` must yield the documents of all pieces, in order."""
         ...
 
 

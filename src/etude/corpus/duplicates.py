@@ -19,24 +19,30 @@ _CACHED_SHINGLES = 64
 
 @dataclass(frozen=True)
 class Duplicates:
-    """For each document the earlier one that it repeats, or -1: `earlier_N`. `is_exact_N`: it repeats it exactly."""
+    """The duplicates among N documents.
+
+    `earlier_N`: for each document the index of the earlier one that it repeats, or -1. `is_exact_N`: whether it repeats
+    that one exactly."""
 
     earlier_N: npt.NDArray[np.int64]
     is_exact_N: npt.NDArray[np.bool_]
 
     @property
     def kept_N(self) -> npt.NDArray[np.bool_]:
-        """Which documents repeat no other."""
+        """bool [N]: True for documents that repeat no earlier one, and so are kept."""
         return self.earlier_N < 0
 
     @property
     def by_reason(self) -> dict[str, npt.NDArray[np.bool_]]:
-        """Reason of a drop -> which documents."""
+        """For each reason to drop a duplicate, which documents it applies to: bool [N]."""
         return {"exact-duplicate": self.is_exact_N, "near-duplicate": ~self.is_exact_N & ~self.kept_N}
 
     @classmethod
     def find(cls, pieces: Pieces, threshold: float) -> Duplicates:
-        """Compare all documents, or return what an earlier call found. Of equal or near ones the first is kept."""
+        """Find the duplicates among all documents. Of equal or similar documents, the first is kept.
+
+        `threshold`: the Jaccard similarity from which two documents are near duplicates. The result of an earlier call
+        is used again."""
         path = pieces.work / "duplicates.npz"
         if path.exists():
             with np.load(path) as file:

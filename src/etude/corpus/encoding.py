@@ -20,7 +20,8 @@ from etude.harness.tokenizer import SafeTokenizer
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes documents as token ids. No text can spell the end token or a sentinel."""
+    """Encodes documents as token ids. If a text contains the name of the end token or of a sentinel, it is encoded as
+    ordinary text."""
 
     tokenizer: SafeTokenizer
     facts: TokenizerFacts
@@ -30,17 +31,21 @@ class Encoder:
 
     @classmethod
     def load(cls, config: TokenizerConfig, fim: FimConfig, *, seed: int) -> Encoder:
-        """Load a tokenizer. Raises `ConfigError` if there is none, or if it lacks the end token or the sentinels."""
+        """Load the tokenizer of a config and create the encoder. `seed`: for fill-in-the-middle.
+
+        Raises `ConfigError` if there is no tokenizer, or if it lacks the end token or the sentinels."""
         tokenizer, facts = load_tokenizer(config)
         return cls(tokenizer, facts, fim, sentinels(fim, tokenizer.added), seed)
 
     def encode_chat(
         self, text: str, said: Sequence[tuple[int, int]]
     ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
-        """Return a chat as token ids with the end token, and which of them the assistant said: [T] uint32, [T] bool.
+        """Encode a chat. Returns the token ids with the end token, [T] uint32, and which of them are answers of the
+        assistant, [T] bool.
 
-        The rendering is cut where an answer begins and ends, as in a run: an answer is sampled, not encoded with the
-        prompt before it. A rendering that ends with the end token gets no second one."""
+        `text`: the rendered chat. `said`: the (first, last + 1) character of each answer. No token crosses the start or
+        the end of an answer, as in RL, where answers are sampled. If the text ends with the end token, no second one is
+        added."""
         ids: list[npt.NDArray[np.int32]] = []
         marks: list[npt.NDArray[np.bool_]] = []
         cuts = [0, *(place for span in said for place in span), len(text)]
@@ -54,7 +59,8 @@ class Encoder:
         return tokens, marked
 
     def encode(self, text: str, key: str, epoch: int = 0) -> npt.NDArray[np.uint32]:
-        """Return a document as token ids with the end token: [T] uint32. `key` and `epoch` decide on its FIM split."""
+        """Return a document as token ids with the end token: [T] uint32. `key` and `epoch` determine whether and where
+        it is cut for fill-in-the-middle."""
         parts: list[int | str] = [text]
         if self.sentinels is not None:
             parts = rearranged(text, self.fim, self.sentinels, key=self._key(key, epoch)) or parts
@@ -72,7 +78,7 @@ class Encoder:
 
 
 def tokenizer_file(path: Path) -> Path:
-    """Return the path of a tokenizer.json: the path itself, or the file in that folder."""
+    """Return the path of a tokenizer.json: `path` itself, or, if it is a folder, the file in it."""
     return path / "tokenizer.json" if path.is_dir() else path
 
 
@@ -90,7 +96,7 @@ def read_tokenizer(config: TokenizerConfig) -> tuple[SafeTokenizer, str]:
         tokenizer = SafeTokenizer(Tokenizer.from_buffer(data))
     except Exception as error:  # noqa: BLE001  the library raises no narrower class
         hint = "give the tokenizer.json of a fast tokenizer of Hugging Face"
-        raise ConfigError(f"tokenizer.path: {path} is no tokenizer", str(error)[:200], hint=hint) from None
+        raise ConfigError(f"tokenizer.path: {path} is not a tokenizer file", str(error)[:200], hint=hint) from None
     return tokenizer, hashlib.sha256(data).hexdigest()
 
 

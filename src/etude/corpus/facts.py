@@ -15,7 +15,7 @@ from etude.corpus.shards import DrawnFacts, PhaseFacts, ShardFacts, SourceFacts
 
 
 def counts_of(config: CorpusConfig, pieces: Pieces, duplicates: Duplicates) -> dict[str, Counts]:
-    """Return the counts of each source, duplicates among its drops."""
+    """Return the counts of documents of each source. Duplicates are counted as dropped."""
     found = {source.name: Counts() for source in config.sources}
     for job, piece in zip(pieces.jobs, pieces, strict=True):
         found[config.sources[job.source].name].add(piece.counts)
@@ -37,7 +37,8 @@ def _described(pieces: Pieces, document: int) -> tuple[dict[str, str], int]:
 
 
 def source_facts(counts: Mapping[str, Counts], num_tokens: Mapping[str, int]) -> dict[str, SourceFacts]:
-    """Return the facts of each source. `num_tokens`: of what was kept of it."""
+    """Return what the manifest records about each source. `num_tokens`: the number of tokens of each source's kept
+    documents."""
     return {
         name: SourceFacts(
             documents=one.documents,
@@ -54,7 +55,7 @@ def source_facts(counts: Mapping[str, Counts], num_tokens: Mapping[str, int]) ->
 
 
 def phase_facts(drawn: Drawn, num_tokens: Mapping[str, int], shards: Sequence[ShardFacts]) -> PhaseFacts:
-    """Return the facts of a phase. `num_tokens`: of each source in it."""
+    """Return what the manifest records about a phase. `num_tokens`: the number of tokens from each source in it."""
     return PhaseFacts(
         name=drawn.name,
         documents=len(drawn.documents_D),

@@ -32,7 +32,7 @@ _MINIFIED_CHARS, _MINIFIED_LINE = 2_000, 400  # a text of this size whose lines 
 class Filtered:
     """The result of the filters for one document: the document to keep, or None and the `reason`.
 
-    `secrets` has the kinds of secrets that were redacted in it."""
+    `secrets`: the kinds of the secrets that were redacted in the document."""
 
     document: Document | None
     reason: str = ""
@@ -40,7 +40,7 @@ class Filtered:
 
 
 def filtered(document: Document, config: CorpusConfig) -> Filtered:
-    """Apply all filters to a document. The licence of a document that is kept is resolved: header first."""
+    """Apply all filters to a document. A kept document has its own licence: that of its header, if there is one."""
     reason = generated_problem(document) or quality_problem(document.text, config.quality)
     if reason:
         return Filtered(None, reason)

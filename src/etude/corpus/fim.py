@@ -51,19 +51,20 @@ def sentinels(config: FimConfig, added: Mapping[str, int]) -> Sentinels | None:
         facts = f"it has no added token {missing!r}"
         hint = f"{nearest(missing, added) if added else 'it has no added tokens'}; or set fim.rate = 0"
     else:
-        hint = 'name its own ones: fim.tokens = ["PREFIX", "SUFFIX", "MIDDLE"]; or set fim.rate = 0'
+        hint = 'name the tokens of this tokenizer: fim.tokens = ["PREFIX", "SUFFIX", "MIDDLE"]; or set fim.rate = 0'
     raise ConfigError("the tokenizer lacks the sentinel tokens of FIM", facts, hint=hint)
 
 
 def is_rearranged(config: FimConfig, key: object) -> bool:
-    """Return whether the document with this key is rearranged."""
+    """Return whether fill-in-the-middle rearranges the document with this key."""
     return text_key("fim", key) < config.rate * 2.0**64
 
 
 def rearranged(text: str, config: FimConfig, ids: Sentinels, *, key: object) -> list[int | str] | None:
-    """Return a document as sentinel ids and texts in the order of FIM, or None if it stays as it is.
+    """Rearrange a document for fill-in-the-middle. Returns sentinel ids and parts of the text in their new order, or
+    None if the document stays as it is.
 
-    The choice and the cuts depend on `key` only.
+    Whether and where it is cut depends only on `key`.
 
     >>> rearranged("abcdef", FimConfig(rate=1.0, spm=0.0), Sentinels(1, 2, 3), key=4)
     [1, 'a', 2, '', 3, 'bcdef']

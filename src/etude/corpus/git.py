@@ -47,12 +47,14 @@ class Git(Divided):
 
     def __post_init__(self) -> None:
         if shutil.which("git") is None:
-            raise CorpusError("git is not installed", "repositories are read with it", hint="install git")
+            raise CorpusError("git is not installed", "etude reads repositories with it", hint="install git")
         if not self.path.is_dir():
             raise InputError(f"no repository at {self.path}", hint="give the folder of a git repository")
 
     def pieces(self) -> list[list[Any]]:
-        """Return pieces, which are lists of [path, blob id, bytes, licence]."""
+        """Divide the files into pieces that can be read in parallel.
+
+        A piece is a list of [path, blob id, number of bytes, licence]."""
         rows = list(self._tree())
         wanted = [
             (path, blob) for path, blob, size in rows if size < 1 << 20 and is_licence_file(path.rpartition("/")[2])
@@ -67,7 +69,7 @@ class Git(Divided):
         )
 
     def read(self, piece: Any) -> Iterator[Document | Dropped]:
-        """Yield the documents of a piece."""
+        """Yield the documents of a piece that `pieces` returned."""
         small = [row for row in piece if row[2] <= MAX_BYTES]
         data_of = self._blobs([blob for _, blob, _, _ in small])
         for path, blob, size, licence in piece:

@@ -36,7 +36,7 @@ def numbers(count: int, seed: int) -> U64:
 
 
 def text_key(*parts: object) -> int:
-    """Return a 64-bit number that depends on all parts, as text."""
+    """Return a 64-bit hash of the parts, each converted to text."""
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode("utf-8", "surrogatepass"), digest_size=8)
     return int.from_bytes(digest.digest(), "little")
 
@@ -48,7 +48,9 @@ def codes(tokens: Sequence[str]) -> U64:
 
 
 def rolling(values: U64, width: int) -> U64:
-    """Return one hash for each window of `width` numbers: [T - width + 1]; of a shorter sequence one hash, or none."""
+    """Return one hash for each window of `width` numbers: [T - width + 1].
+
+    A shorter sequence gives one hash, and an empty one gives none."""
     width = min(width, len(values))
     if not width:
         return np.zeros(0, np.uint64)

@@ -20,7 +20,7 @@ from etude.seams import TaskSource
 
 @runtime_checkable
 class WithHeldOut(Protocol):
-    """Optional method of a `TaskSource`: the texts that no training text may contain."""
+    """A `TaskSource` with the optional method `heldout`, which returns the texts that no training text may contain."""
 
     def heldout(self) -> Iterable[tuple[str, str]]:
         """Yield (name, text) of each answer and each held-out text. The ending of the name, such as ".py" or ".md",

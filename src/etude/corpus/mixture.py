@@ -21,10 +21,11 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass
 class Supply:
-    """The documents of one source, and how much of it is used.
+    """The documents of one source, and how many of its tokens were taken so far.
 
-    - `documents_N`: index of each document in the corpus; `tokens_N`: its number of tokens; `keys_N`: a hash of it.
-    - `max_epochs`: cap of its tokens. `epoch`, `at`, `taken`: the current epoch, the next place in it, tokens taken."""
+    - `documents_N`: the index of each document in the corpus; `tokens_N`: the number of its tokens; `keys_N`: its hash.
+    - `max_epochs`: how many epochs may be taken. `epoch`, `at`: the current epoch, and the next position in it.
+      `taken`: the number of tokens taken."""
 
     name: str
     documents_N: I64
@@ -39,19 +40,19 @@ class Supply:
 
     @property
     def total(self) -> int:
-        """Number of tokens of one epoch."""
+        """The number of tokens of one epoch of the source."""
         return int(self.tokens_N.sum())
 
     @property
     def left(self) -> int:
-        """Number of tokens until `max_epochs`."""
+        """The number of tokens that can still be taken before `max_epochs` is reached."""
         return max(0, int(self.max_epochs * self.total) - self.taken)
 
     def take(self, num_tokens: int) -> tuple[I64, I64]:
-        """Return the next documents with at least `num_tokens` tokens in all, as places in `documents_N`: [D]; and the
-        epoch of each, from 0: [D].
+        """Take the next documents with at least `num_tokens` tokens in all.
 
-        The last one may exceed the number, and the cap."""
+        Returns their positions in `documents_N`, [D], and the epoch of each, counted from 0, [D]. The last document may
+        exceed `num_tokens` and `max_epochs`."""
         parts, epochs, missing = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], num_tokens
         while missing > 0 and self.total:
             if self._order is None:
@@ -71,10 +72,12 @@ class Supply:
 
 @dataclass(frozen=True)
 class Drawn:
-    """The documents of one phase. `missing_tokens`: how many the phase is short of.
+    """The documents that were chosen for one phase, in training order. `missing_tokens`: how many tokens fewer it has
+    than configured.
 
-    - `documents_D`: indices in training order. `epochs_D`: how often each came before. `tokens_D`: its tokens.
-    - `by_source`: name -> (documents, tokens, epochs of the source so far)."""
+    - `documents_D`: the index of each document. `epochs_D`: how often it was used before. `tokens_D`: the number of its
+      tokens.
+    - `by_source`: for each source (number of documents, number of tokens, epochs used so far)."""
 
     name: str
     documents_D: I64
@@ -85,10 +88,10 @@ class Drawn:
 
 
 def draw(config: CorpusConfig, supplies: Sequence[Supply]) -> list[Drawn]:
-    """Return the documents of each phase.
+    """Choose the documents of each phase by the configured shares.
 
-    Without `[[phases]]` in the config, there is one phase that has every document once. If a source reaches its cap,
-    the other sources of the phase get its share, in proportion."""
+    Without `[[phases]]` in the config, there is one phase that has every document once. If a source reaches its
+    `max_epochs`, its share is divided among the other sources of the phase in proportion to theirs."""
     if config.phases:
         phases = [(phase.name, phase.tokens, config.shares(phase)) for phase in config.phases]
     else:
@@ -117,7 +120,9 @@ def draw(config: CorpusConfig, supplies: Sequence[Supply]) -> list[Drawn]:
 
 
 def allotted(num_tokens: int, shares: Mapping[str, float], left: Mapping[str, int]) -> dict[str, int]:
-    """Return how many tokens each source gives. `shares` are relative to each other; `left` are the caps.
+    """Divide a number of tokens among sources by their `shares`, which are relative to each other.
+
+    `left`: the most tokens that each source can give. If it gives less than its share, the others give more.
 
     >>> allotted(100, {"a": 1.0, "b": 1.0, "c": 2.0}, {"a": 100, "b": 100, "c": 20})
     {'a': 40, 'b': 40, 'c': 20}

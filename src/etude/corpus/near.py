@@ -65,7 +65,10 @@ def jaccard(one: U64, other: U64) -> float:
 
 
 def rows_per_band(threshold: float) -> int:
-    """Return the largest number of rows of a band with which a pair at the threshold is a candidate with p >= 0.99.
+    """Return how many rows a band of the signature has (locality-sensitive hashing).
+
+    It is the largest number with which a pair of documents at the threshold becomes a candidate with probability 0.99
+    or more.
 
     >>> [rows_per_band(threshold) for threshold in (0.3, 0.5, 0.8, 1.0)]
     [2, 3, 6, 128]
@@ -77,8 +80,8 @@ def rows_per_band(threshold: float) -> int:
 def candidate_pairs(signatures: Signatures, threshold: float) -> Pairs:
     """Return the pairs of documents that may reach the threshold, sorted by the later document: [P, 2], i < j.
 
-    `signatures`: [N, 128]. Of a group that agrees in a band, each document is paired with its first and with the 4
-    before it, so that the number of pairs grows with the documents and not with their square."""
+    `signatures`: [N, 128]. Among documents with equal bands, each is paired only with the first of them and with the 4
+    before it, so that the number of pairs does not grow quadratically."""
     rows = rows_per_band(threshold)
     if len(signatures) < 2:
         return np.zeros((0, 2), np.int64)
@@ -125,9 +128,9 @@ def near_duplicates(
 ) -> npt.NDArray[np.int64]:
     """Return for each document the earlier one that it duplicates, or -1 for one that is kept: [N].
 
-    Documents are decided in their order: one is a duplicate if its similarity with a kept earlier one reaches the
-    threshold. So the result depends on the order of the documents only, and what is kept is no chain of small
-    changes. `pairs`: from `candidate_pairs`; `shingles_of` returns the shingles of a document."""
+    Documents are examined in order: one is a duplicate if its similarity with an earlier, kept document reaches the
+    threshold. It is not compared with dropped documents, so a chain of small changes cannot remove documents that
+    differ much. `pairs`: from `candidate_pairs`; `shingles_of` returns the shingles of a document."""
     kept_as = np.full(num_documents, -1, np.int64)
     tried: set[int] = set()
     before = -1

@@ -48,9 +48,10 @@ _ROWS = 4_096  # signatures that are read at a time
 
 
 class Counts(msgspec.Struct, kw_only=True):
-    """Counts of one piece. `bytes`: of the texts that are kept, in UTF-8.
+    """Counts of the documents of one piece. `bytes`: the size of the kept texts in UTF-8.
 
-    The dicts map a reason, a licence or a kind of secret to a number of documents."""
+    `licences`, `dropped` and `redacted` map a licence, a reason or a kind of secret to the number of documents.
+    `examples` maps a reason to some of the documents that were dropped for it."""
 
     documents: int = 0
     bytes: int = 0
@@ -60,14 +61,15 @@ class Counts(msgspec.Struct, kw_only=True):
     examples: dict[str, list[str]] = msgspec.field(default_factory=dict)
 
     def drop(self, reason: str, example: str) -> None:
-        """Count a document that is dropped for a reason, and keep it as an example if there are few."""
+        """Count a document that is dropped for this reason. Keep it as an example if the reason has few examples so
+        far."""
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
         kept = self.examples.setdefault(reason, [])
         if len(kept) < EXAMPLES:
             kept.append(example)
 
     def undo(self, licence: str, num_bytes: int) -> None:
-        """Take back a document that was kept so far."""
+        """Subtract a document that was counted as kept."""
         self.bytes -= num_bytes
         self.licences[licence] -= 1
         if not self.licences[licence]:
@@ -91,7 +93,8 @@ class Counts(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class Job:
-    """One piece of a source. `source`: index in the config. `piece`: None for a source that is not divided."""
+    """One piece of a source to read. `number`: its index among all pieces. `source`: the index of the source in the
+    config. `piece`: None if the source is not divided into pieces."""
 
     number: int
     source: int
@@ -114,7 +117,8 @@ def normalised(text: str) -> str:
 
 
 def read_piece(config: CorpusConfig, job: Job, folder: Path, heldout: HeldOutIndex) -> None:
-    """Read, filter and describe the documents of a piece, and write its folder. Does nothing if it is there."""
+    """Read and filter the documents of a piece, and write them with their digests and signatures to `folder`. Does
+    nothing if the folder exists."""
     with _new_folder(folder) as scratch:
         if scratch is None:
             return
@@ -224,14 +228,15 @@ def _new_folder(folder: Path) -> Iterator[Path | None]:
 
 
 class Piece:
-    """A piece that `read_piece` wrote. No file stays open."""
+    """A piece that `read_piece` wrote to disk. It keeps no file open."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @cached_property
     def ends(self) -> npt.NDArray[np.int64]:
-        """[N + 1, 3] int64: where text, provenance and answers of each document begin, and the end of the last."""
+        """[N + 1, 3] int64: the offsets at which text, provenance and answers of each document begin; the last row has
+        their ends."""
         ends = np.fromfile(self.folder / "index.bin", "<i8").reshape(-1, 3)
         return np.concatenate([np.zeros((1, 3), np.int64), ends])
 
@@ -263,7 +268,8 @@ class Piece:
         return self._part("provenance.bin", index, 1)
 
     def said(self, index: int) -> list[tuple[int, int]]:
-        """Return the characters of each answer of a chat; an empty list for any other document."""
+        """Return the (first, last + 1) character of each answer of the assistant in a chat; an empty list for any other
+        document."""
         start, stop = self.ends[index : index + 2, 2].tolist()
         if start == stop:
             return []
@@ -283,9 +289,10 @@ class Piece:
 
 
 def encode_piece(piece: Piece, kept: npt.NDArray[np.bool_], folder: Path, encoder: Encoder) -> None:
-    """Encode the documents of a piece that are kept, and write `tokens.bin` (uint32), `ends.bin` (int64, of every
-    document of the piece; a dropped one has no tokens) and, if there is a chat, `said.bin` (a byte for each token: 1 if
-    the assistant said it). Does nothing if the folder is there."""
+    """Encode the kept documents of a piece, and write their tokens to `folder`. Does nothing if the folder exists.
+
+    Files: `tokens.bin` (uint32); `ends.bin` (int64, the end of every document of the piece; dropped documents have no
+    tokens); if there is a chat, `said.bin` (a byte for each token: 1 if it belongs to an answer of the assistant)."""
     with _new_folder(folder) as scratch:
         if scratch is None:
             return
@@ -329,7 +336,7 @@ class EncodedPiece:
         return np.fromfile(self._path, "<u4", stop - start, offset=4 * start)
 
     def said(self, index: int) -> npt.NDArray[np.bool_]:
-        """Return which tokens of a document the assistant said: [T] bool."""
+        """Return which tokens of a document belong to answers of the assistant: [T] bool."""
         start, stop = self.ends[index : index + 2].tolist()
         if not self.has_chats:
             return np.zeros(stop - start, np.bool_)
@@ -348,8 +355,10 @@ def pieces_of(config: CorpusConfig, source: int) -> list[Any]:
 
 
 class Pieces:
-    """The pieces of all sources that `read_piece` wrote. Their documents are numbered 0 to N - 1, in the order of the
-    sources and pieces. `sources_N`: index of the source of each."""
+    """The pieces of all sources that `read_piece` wrote.
+
+    Their documents are numbered 0 to N - 1, in the order of the sources and pieces. `sources_N`: the index of each
+    document's source."""
 
     def __init__(self, work: Path, jobs: Sequence[Job]) -> None:
         self.work, self.jobs = work, jobs
@@ -365,16 +374,16 @@ class Pieces:
         return iter(self._pieces)
 
     def places(self, documents_D: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the number of the piece of each document, and its place in this piece."""
+        """Return for each of these documents the number of its piece, and its position in the piece: two arrays [D]."""
         numbers_D = np.searchsorted(self._firsts, documents_D, "right") - 1
         return numbers_D, documents_D - self._firsts[numbers_D]
 
     def split(self, values_N: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-        """Return values of all documents as one array for each piece."""
+        """Split an array with a value for each document into one array for each piece."""
         return [values_N[a:b] for a, b in itertools.pairwise(self._firsts)]
 
     def find(self, document: int) -> tuple[Piece, int]:
-        """Return the piece of a document, and its place in this piece."""
+        """Return the piece of a document, and the document's position in it."""
         number = int(np.searchsorted(self._firsts, document, "right")) - 1
         return self._pieces[number], document - int(self._firsts[number])
 
@@ -391,17 +400,17 @@ class Pieces:
 
 
 def piece_folder(work: Path, number: int) -> Path:
-    """Return the folder of a piece that was read."""
+    """Return the folder of the read and filtered piece with this number."""
     return work / "pieces" / f"{number:06d}"
 
 
 def tokens_folder(work: Path, number: int) -> Path:
-    """Return the folder of a piece that was encoded."""
+    """Return the folder of the encoded piece with this number."""
     return work / "tokens" / f"{number:06d}"
 
 
 def remove_unfinished(work: Path) -> None:
-    """Remove what a build that was killed had begun and not finished."""
+    """Remove the unfinished files of a build that was killed."""
     for scratch in [*work.glob("*/.*"), *work.glob("*.part")]:
         progress.tick()
         shutil.rmtree(scratch) if scratch.is_dir() else scratch.unlink()

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from etude import progress
 from etude.corpus.hashes import U64
 from etude.errors import CorpusError, InputError
 from etude.file_checksums import file_digest, sealed, verify_json
@@ -36,7 +37,7 @@ _REMAKE = "restore the folder from a backup, or delete it and build it again"
 class ShardFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One shard in a manifest. `file`, `provenance` and `said` are file names; the digests are SHA-256 in hex.
 
-    `said` has a bit for each token, set for those that an assistant said; "" for a shard without chats."""
+    `said` is a file with a bit for each token, which is 1 in answers of the assistant; "" for a shard without chats."""
 
     file: str
     provenance: str
@@ -56,8 +57,8 @@ class ShardFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class DrawnFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a phase takes of one source. `epochs`: how many epochs of the source's tokens were used, in all
-    phases up to this one."""
+    """How much of one source a phase uses. `epochs`: how many epochs of the source were used in all phases up to this
+    one."""
 
     documents: int
     tokens: int
@@ -65,7 +66,8 @@ class DrawnFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PhaseFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One phase in a manifest. `missing_tokens`: how many it is short of, since all sources reached `max_epochs`."""
+    """One phase in a manifest. `missing_tokens`: how many tokens fewer it has than configured, because all its sources
+    reached `max_epochs`."""
 
     name: str
     documents: int
@@ -76,12 +78,12 @@ class PhaseFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SourceFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of one source. `bytes`: of the texts that were kept, in UTF-8.
+    """Counts of the documents of one source. `bytes`: the size of the kept texts in UTF-8.
 
-    `dropped`, `redacted`: reason, or kind of secret -> number of documents.
+    `dropped`, `redacted`: the number of documents for each reason, or each kind of secret.
 
-    `examples`: reason -> ids of the first documents that were dropped for it; for a duplicate or a held-out text also
-    the id or name of what it repeats."""
+    `examples`: for each reason, the ids of the first documents that were dropped for it; for a duplicate or a held-out
+    text also the id or name of the text that it repeats."""
 
     documents: int
     kept: int
@@ -104,7 +106,7 @@ class TokenizerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeldOutFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The held-out texts: how many were searched for, and the names of those that are too short to be found."""
+    """The held-out texts of a corpus: their number, and the names of those that are too short to be searched for."""
 
     texts: int
     too_short: tuple[str, ...]
@@ -156,7 +158,7 @@ def parse_manifest(data: bytes, name: object = MANIFEST) -> Manifest:
             raise ValueError("a shard is not a file of its folder")
         return manifest
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
-        raise CorpusError(f"{name} is no valid manifest", str(error)[:300], hint=_REMAKE) from None
+        raise CorpusError(f"{name} is not a valid manifest", str(error)[:300], hint=_REMAKE) from None
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -164,11 +166,11 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise CorpusError(f"{path} is no valid manifest", "it is too large", hint=_REMAKE)
+            raise CorpusError(f"{path} is not a valid manifest", "it is too large", hint=_REMAKE)
         return parse_manifest(path.read_bytes(), path)
     except (FileNotFoundError, NotADirectoryError):
         facts = "its build has not ended" if (folder / "work").is_dir() else "it has no manifest.json"
-        hint = "run the same `etude corpus build` again: it goes on where it stopped"
+        hint = "run the same `etude corpus build` again: it continues where it stopped"
         raise InputError(f"no corpus in {folder}", facts, hint=hint) from None
     except OSError as error:
         raise CorpusError(f"{path} cannot be read", str(error.strerror), hint="check the disk and its mount") from None
@@ -176,7 +178,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard, memory-mapped. `tokens_T`: uint32. `starts_D`: int64, of each document; at the end T."""
+    """One shard, memory-mapped. `tokens_T`: uint32 token ids. `starts_D`: int64, the position of each document's first
+    token; the last element is T."""
 
     tokens_T: U32
     starts_D: npt.NDArray[np.int64]
@@ -206,11 +209,11 @@ class Shard:
             else:
                 tokens = np.zeros(0, np.uint32)  # type: ignore[assignment]  # an empty file range cannot be mapped
         except ValueError as error:
-            raise CorpusError(f"{path} is no valid shard", str(error), hint=_REMAKE) from None
+            raise CorpusError(f"{path} is not a valid shard", str(error), hint=_REMAKE) from None
         except OSError as error:
             raise CorpusError(f"{path} cannot be read", str(error.strerror), hint=_REMAKE) from None
         if starts[0] != 0 or starts[-1] != num_tokens or (np.diff(starts) < 0).any():
-            raise CorpusError(f"{path} is no valid shard", "the starts of its documents do not ascend", hint=_REMAKE)
+            raise CorpusError(f"{path} is not a valid shard", "the starts of its documents do not ascend", hint=_REMAKE)
         return cls(tokens, starts)
 
 
@@ -232,7 +235,8 @@ def parse_header(data: bytes, *, vocab_size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Said:
-    """Which tokens of a shard an assistant said: a bit for each, memory-mapped. `bits`: uint8; None: it said none."""
+    """Which tokens of a shard belong to answers of an assistant, memory-mapped. `bits`: uint8, one bit for each token;
+    None: none of them does."""
 
     bits: npt.NDArray[np.uint8] | None
     num_tokens: int
@@ -247,7 +251,9 @@ class Said:
 
     @classmethod
     def open(cls, path: Path | None, *, num_tokens: int) -> Said:
-        """Map a file of marks into memory; None: no token is said. Raises `CorpusError` if it has another size."""
+        """Map the file that marks the tokens of answers into memory; None: no token is marked.
+
+        Raises `CorpusError` if its size does not fit `num_tokens`."""
         if path is None:
             return cls(None, num_tokens)
         try:
@@ -273,9 +279,9 @@ class Corpus:
         return cls(Path(folder), read_manifest(Path(folder)))
 
     def check_tokenizer(self, sha256: str, name: object) -> None:
-        """Raise `CorpusError` unless this is the tokenizer with which the corpus was built.
+        """Raise `CorpusError` if the corpus was built with another tokenizer.
 
-        `sha256`: of its tokenizer.json. `name` is the tokenizer's name in that error."""
+        `sha256`: the SHA-256 of tokenizer.json. `name`: the tokenizer's name in the error."""
         own = self.manifest.tokenizer
         if sha256 != own.sha256:
             facts = f"its SHA-256 is {sha256[:12]}, that of the corpus {own.sha256[:12]} ({own.path})"
@@ -286,7 +292,7 @@ class Corpus:
         """Return what the manifest says about a phase. Raises `InputError` for an unknown one."""
         known = {one.name: one for one in self.manifest.phases}
         if name not in known:
-            raise InputError(f"the corpus has no phase {name!r}", hint=f"its phases are {', '.join(known)}")
+            raise InputError(f"the corpus has no phase {name!r}", hint=f"choose one of its phases: {', '.join(known)}")
         return known[name]
 
     def shards(self, phase: str) -> Iterator[Shard]:
@@ -295,7 +301,8 @@ class Corpus:
             yield Shard.open(self.folder / facts.file, vocab_size=self.manifest.tokenizer.vocab_size)
 
     def provenance(self, shard: ShardFacts) -> Iterator[Mapping[str, str]]:
-        """Yield source, id, path and licence of each document of a shard, in order. Raises `CorpusError`."""
+        """Yield source, id, path and licence of each document of a shard, in order. Raises `CorpusError` for a damaged
+        file."""
         path = self.folder / shard.provenance
         try:
             with path.open("rb") as file:
@@ -305,7 +312,8 @@ class Corpus:
             raise CorpusError(f"{path} is damaged", str(error), hint=_REMAKE) from None
 
     def said(self, shard: ShardFacts) -> Said:
-        """Open the marks of what an assistant said in a shard. Raises `CorpusError` for a damaged file."""
+        """Open the file that marks which tokens of a shard belong to answers of an assistant. Raises `CorpusError` for
+        a damaged file."""
         return Said.open(self.folder / shard.said if shard.said else None, num_tokens=shard.tokens)
 
     def keys(self, shard: ShardFacts) -> U64:
@@ -319,7 +327,7 @@ class Corpus:
 
 
 class PhaseTokens:
-    """The documents of a phase, over its memory-mapped shards. Tokens are numbered through all of them.
+    """The documents of a phase, in memory-mapped shards. The tokens of all shards are numbered consecutively.
 
     `spans_D2`: int64 [D, 2], the first token of each document and the one after its last. `keys_D`: `Corpus.keys`.
     Raises `InputError` for an unknown phase, and `CorpusError` for damaged files."""
@@ -332,6 +340,7 @@ class PhaseTokens:
         for facts, shard in zip(corpus.phase(phase).shards, self._shards, strict=True):
             parts.append(np.stack([shard.starts_D[:-1], shard.starts_D[1:]], 1) + first)
             keys.append(corpus.keys(facts))
+            progress.tick()
             if len(keys[-1]) != len(shard):
                 facts_of = f"it names {len(keys[-1]):,} documents, and {facts.file} has {len(shard):,}"
                 raise CorpusError(f"{corpus.folder / facts.provenance} is damaged", facts_of, hint=_REMAKE)
@@ -345,7 +354,8 @@ class PhaseTokens:
         return self._shards[shard].tokens_T[start - first : stop - first]
 
     def said(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Return which of these tokens, which are of one document, an assistant said: bool [stop - start]."""
+        """Return which of the tokens from `start` to `stop`, all of one document, belong to answers of an assistant:
+        bool [stop - start]."""
         shard, first = self._place(start)
         return self._said[shard][start - first : stop - first]
 
@@ -356,8 +366,10 @@ class PhaseTokens:
 
 
 def check_corpus(corpus: Corpus, only: str | None = None) -> Iterator[str]:
-    """Verify the shards of all phases, or of one, and yield the name of each that is correct: digests, counts, end
-    tokens, and that every token id is in the vocabulary. Raises `CorpusError` for the first that is not."""
+    """Verify the shards of all phases, or of the phase `only`. Yields the name of each correct shard.
+
+    Checked are digests, counts, end tokens, and that every token id is in the vocabulary. Raises `CorpusError` for the
+    first damaged shard."""
     tokenizer = corpus.manifest.tokenizer
     for phase in corpus.manifest.phases:
         if only is not None and phase.name != only:

@@ -26,11 +26,12 @@ _LINE_BYTES = 2 * MAX_BYTES  # JSON escapes some characters
 
 
 class Divided(ABC):
-    """Base class of the built-in sources: `documents` from `pieces` and `read`."""
+    """Base class of the built-in sources. It implements `documents` with `pieces` and `read`."""
 
     @abstractmethod
     def pieces(self) -> Sequence[Any]:
-        """Return the pieces in order. A piece is plain JSON data, and differs if its content was changed."""
+        """Return the pieces in order. A piece is plain JSON data that describes where its documents are, and changes if
+        they change."""
 
     @abstractmethod
     def read(self, piece: Any) -> Iterator[Document | Dropped]:
@@ -43,7 +44,8 @@ class Divided(ABC):
 
 
 def in_pieces(items: Iterable[tuple[list[Any], int]], piece_bytes: int | None = None) -> list[list[Any]]:
-    """Group (item, bytes) into lists of about `piece_bytes` bytes each (None: `PIECE_BYTES`).
+    """Group items into lists of about `piece_bytes` bytes each (None: `PIECE_BYTES`). `items`: pairs (item, its number
+    of bytes).
 
     >>> in_pieces([(["a"], 500), (["b"], 500), (["c"], 1)], 1000)
     [[['a'], ['b']], [['c']]]
@@ -79,10 +81,14 @@ class Folder(Divided):
 
     def __post_init__(self) -> None:
         if not self.path.is_dir():
-            raise InputError(f"no folder {self.path}", hint="give the path of an existing folder of text files")
+            raise InputError(
+                f"there is no folder {self.path}", hint="give the path of an existing folder of text files"
+            )
 
     def pieces(self) -> list[list[Any]]:
-        """Return pieces, which are lists of [path, bytes, mtime in ns, licence]."""
+        """Divide the files into pieces that can be read in parallel.
+
+        A piece is a list of [path, number of bytes, mtime in ns, licence]."""
         licences: dict[str, str] = {}
         return in_pieces(
             ([name, size, mtime, nearest_licence(name, licences)], size)
@@ -111,7 +117,7 @@ class Folder(Divided):
             waiting += [f"{below}{name}" for name in reversed(inner)]
 
     def read(self, piece: Any) -> Iterator[Document | Dropped]:
-        """Yield the documents of a piece."""
+        """Yield the documents of a piece that `pieces` returned."""
         for name, size, _, licence in piece:
             known = os.fsencode(name).decode("utf-8", "replace")
             if size > MAX_BYTES:
@@ -136,10 +142,15 @@ def _head(path: Path) -> str:
 
 
 def matching(files: Sequence[str], noun: str) -> list[str]:
-    """Return the files that match one of these patterns, in order. Raises `InputError` if none does."""
+    """Return the files that match one of these patterns, in order.
+
+    Raises `InputError` if no file matches; `noun` is the kind of file in the error."""
     found = sorted({path for pattern in files for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)})
     if not found:
-        raise InputError(f"no {noun} file matches {', '.join(files) or 'an empty list'}", hint="correct `files`")
+        raise InputError(
+            f"no {noun} file matches {', '.join(files) or 'an empty list'}",
+            hint="correct the patterns in the setting `files`",
+        )
     return found
 
 
@@ -157,7 +168,9 @@ class Jsonl(Divided):
     licence: str = "licence"
 
     def pieces(self) -> list[list[Any]]:
-        """Return pieces, which are [file, first byte, last byte + 1, mtime in ns]: the lines that begin there."""
+        """Divide the files into pieces that can be read in parallel.
+
+        A piece is [file, first byte, last byte + 1, mtime in ns]: the lines that begin in this range of bytes."""
         found = list[list[Any]]()
         for name in matching(self.files, "JSON lines"):
             stat = os.stat(name)
@@ -168,7 +181,7 @@ class Jsonl(Divided):
         return found
 
     def read(self, piece: Any) -> Iterator[Document | Dropped]:
-        """Yield the documents of a piece."""
+        """Yield the documents of a piece that `pieces` returned."""
         name, start, stop, _ = piece
         progress.begin(f"reading {name}")
         with open(name, "rb") as file:
@@ -177,7 +190,9 @@ class Jsonl(Divided):
                 progress.begin(f"reading {name} after byte {offset}")
 
     def parsed(self, name: str, line: bytes | None) -> Document | Dropped:
-        """Return the document of one line (None: a line that is too long), or a `Dropped` with the reason."""
+        """Return the document in one line, or a `Dropped` with the reason why there is none.
+
+        `name` becomes the document's id if the line has none. `line`: None if it was too long."""
         if line is None:
             return Dropped(name, "too-large")
         try:
@@ -206,7 +221,7 @@ def _of_row(row: Any, name: str, text: str, id: str, path: str, licence: str) ->
 def lines(file: BinaryIO, start: int, stop: int, limit: int = _LINE_BYTES) -> Iterator[tuple[int, bytes | None]]:
     """Yield (offset, line) of each line that begins in [start, stop); None for a line of more than `limit` bytes.
 
-    So a file that is cut into ranges gives each line once. Memory is bounded by `limit`."""
+    If a file is divided into ranges, each line belongs to exactly one. At most `limit` bytes are in memory."""
     if start:
         file.seek(start - 1)
         _skip_line(file)
@@ -240,7 +255,7 @@ class Parquet(Divided):
     licence: str = "licence"
 
     def pieces(self) -> list[list[Any]]:
-        """Return pieces, which are [file, row group, mtime in ns]."""
+        """Divide the files into pieces that can be read in parallel: [file, row group, mtime in ns]."""
         import pyarrow.parquet
 
         found = list[list[Any]]()
@@ -248,7 +263,9 @@ class Parquet(Divided):
             with pyarrow.parquet.ParquetFile(name) as file:
                 if self.text not in file.schema_arrow.names:
                     facts = f"its columns are {', '.join(file.schema_arrow.names)}"
-                    raise InputError(f"{name} has no column {self.text!r}", facts, hint='set text = "COLUMN"')
+                    raise InputError(
+                        f"{name} has no column {self.text!r}", facts, hint='name the column of texts: text = "COLUMN"'
+                    )
                 found += [[name, group, os.stat(name).st_mtime_ns] for group in range(file.num_row_groups)]
         return found
 

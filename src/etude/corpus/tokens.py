@@ -21,8 +21,8 @@ _BASE = 0x9E3779B97F4A7C13  # 3 modulo 4
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a text. `starts_T`, `ends_T`: their characters. `is_word_T`; `is_name_T`: words that begin with no
-    digit.
+    """The tokens of a text. `starts_T`, `ends_T`: the first character of each, and the one after its last. `is_word_T`:
+    whether it is a word; `is_name_T`: whether it is a word that does not begin with a digit.
 
     `chars`: the text as code points, uint8 [C] if it is ASCII, else uint32 [C]."""
 
@@ -34,7 +34,7 @@ class Tokens:
 
     @classmethod
     def of(cls, text: str, *, underscores: bool = True) -> Tokens:
-        """Divide a text. `underscores`: they are part of words, else they are spaces.
+        """Divide a text into tokens. `underscores`: whether "_" is part of a word; otherwise it is a space.
 
         >>> tokens = Tokens.of("x1 = f(2)")
         >>> tokens.starts_T.tolist(), tokens.ends_T.tolist(), tokens.is_name_T.tolist()
@@ -62,7 +62,7 @@ class Tokens:
     def hashes_T(self) -> U64:
         """A 64-bit number for each token, equal for equal tokens: uint64 [T].
 
-        It is a polynomial of random numbers of the characters, in blocks of whole tokens."""
+        It is a polynomial hash: each character has a random number as coefficient."""
         hashes, at = np.empty(len(self), np.uint64), 0
         while at < len(self):
             begin = self.starts_T[at]
@@ -118,7 +118,8 @@ def _kinds(chars: npt.NDArray[np.uint8] | npt.NDArray[np.uint32], underscores: b
 
 
 class Membership:
-    """Tells quickly which numbers of an array are in a set of 64-bit hashes: most that are not need one look-up.
+    """A set of 64-bit hashes that quickly finds which numbers of an array are in it. Most numbers that are not need one
+    look-up.
 
     `sorted_G`: the set, sorted; numbers may repeat."""
 
@@ -130,7 +131,8 @@ class Membership:
         self._may_be[(sorted_G >> self._shift).astype(np.int64)] = True
 
     def maybe(self, hashes_D: U64) -> npt.NDArray[np.bool_]:
-        """Return False for hashes that are not in the set, True for those that are and for a few others: [D]."""
+        """Return True for hashes that may be in the set: [D]. It is True for all that are in the set, and for a few
+        that are not."""
         return self._may_be[(hashes_D >> self._shift).astype(np.int64)]
 
     def contains(self, hashes_D: U64) -> npt.NDArray[np.bool_]:

@@ -35,7 +35,8 @@ I64 = npt.NDArray[np.int64]
 
 
 class Work:
-    """The parts of a build. `folder`: of the corpus; its folder `work` has what is not finished."""
+    """The steps of a corpus build, which worker processes call. `folder`: the folder of the corpus; unfinished files
+    are in its subfolder `work`."""
 
     def __init__(self, config: CorpusConfig, folder: Path) -> None:
         self.config, self.folder, self.work = config, folder, folder / "work"
@@ -50,7 +51,7 @@ class Work:
         return Encoder.load(self.config.tokenizer, self.config.fim, seed=self.config.seed)
 
     def index_heldout(self) -> HeldOutFacts:
-        """Write the index of held-out texts. It is made again by every build: the files may have changed."""
+        """Write the index of held-out texts. Every build writes it again, since the files may have changed."""
         index = HeldOutIndex.build(heldout_texts(self.config.heldout))
         path = self.work / "heldout.npz"
         scratch = path.with_name("heldout.tmp.npz")
@@ -65,19 +66,19 @@ class Work:
         return pieces_of(self.config, source)
 
     def read(self, job: Job) -> None:
-        """Read and filter a piece, unless it is there."""
+        """Read and filter a piece, unless this is done already."""
         read_piece(self.config, job, piece_folder(self.work, job.number), self._heldout)
 
     def encode(self, number: int, kept: npt.NDArray[np.bool_]) -> None:
-        """Encode the documents of a piece that are kept, unless it is done."""
+        """Encode the kept documents of a piece, unless this is done already."""
         piece = Piece(piece_folder(self.work, number))
         encode_piece(piece, kept, tokens_folder(self.work, number), self._encoder)
 
     def shard(self, name: str, pieces_D: I64, places_D: I64, epochs_D: I64) -> tuple[ShardFacts, I64]:
-        """Write a shard of the documents at these places of these pieces, unless it is there.
+        """Write a shard, unless it exists. Document i of the shard is at position `places_D[i]` of piece `pieces_D[i]`.
 
-        `epochs_D`: how often each came before: in each epoch it has another FIM split. Returns the facts of the shard,
-        and the number of tokens of each document: [D]."""
+        `epochs_D`: how often each document was used before: in each epoch it is cut elsewhere for fill-in-the-middle.
+        Returns the shard's entry in the manifest, and the number of tokens of each document: [D]."""
         path, provenance = self.folder / f"{name}.tokens", self.folder / f"{name}.jsonl"
         said = self.folder / f"{name}.said"
         documents = list(zip(pieces_D.tolist(), places_D.tolist(), epochs_D.tolist(), strict=True))

@@ -50,9 +50,11 @@ class _Outcome(NamedTuple):
 
 
 class Workers:
-    """Processes that call methods of `work`. They end with the block, and when this process is killed.
+    """Worker processes that call methods of an object `work`. They end with the `with` block, and when this process is
+    killed.
 
-    `work` is pickled. `stall_s`: longest time without progress (`etude.progress`) in a method of it."""
+    `work` is pickled and sent to them. `stall_s`: a worker that makes no progress (`etude.progress`) for this many
+    seconds is killed."""
 
     def __init__(self, work: object, count: int, *, stall_s: float | None = None) -> None:
         self._outcomes = queue.SimpleQueue[tuple[_Worker, _Outcome | None]]()
@@ -71,8 +73,9 @@ class Workers:
     def map(self, method: str, parts: Sequence[tuple[Any, ...]], on_done: Done) -> list[Any]:
         """Call a method for the arguments in each part, and return the results in the order of the parts.
 
-        If one fails, no further part is begun, and the error is raised when those in progress are done. Raises
-        `CorpusError` for a process that was killed, or that makes no progress and is killed here; later calls too."""
+        `on_done` is called after each part. If a call fails, no further call is begun, and its error is raised when the
+        calls in progress have ended. Raises `CorpusError` if a process was killed, or makes no progress and is killed
+        here; then all later calls raise it too."""
         results: list[Any] = [None] * len(parts)
         error: Exception | None = self._died
         idle, busy = list(self._workers), dict[_Worker, int]()
@@ -109,7 +112,8 @@ class Workers:
 
 
 class InThisProcess:
-    """Calls the methods of `work` itself, one part after another, and without a deadline: for tests and debuggers."""
+    """Like `Workers`, but calls the methods of `work` in this process, one after another and without a deadline: for
+    tests and debuggers."""
 
     def __init__(self, work: object) -> None:
         self._work = work
@@ -185,7 +189,7 @@ class _Worker:
         self.process.kill()  # SIGTERM could be ignored, and there is nothing to clean up
         facts = f"{self._seen.doing or 'it works'}: no progress for {self._limit_s:,.0f} s; it "
         facts += "was killed" if self.ended() else "does not end: the kernel waits for a disk"
-        hint = "check the disk or the plug-in; then run the same command again: what is finished is kept"
+        hint = "check the disk or the plug-in; then run the same command again: finished parts are kept"
         return CorpusError(f"process {self.process.pid} of the build hangs", facts, hint=hint)
 
     def killed(self) -> CorpusError:
@@ -193,7 +197,7 @@ class _Worker:
         self.ended()
         code = self.process.returncode
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
-        hint = "it may have had too little memory: use fewer --jobs; run the same command again, it goes on"
+        hint = "it may have had too little memory: use fewer --jobs; run the same command again to continue"
         return CorpusError("a process of the build was killed", f"{how}, while {self._report.doing}", hint=hint)
 
     def ended(self) -> bool:
@@ -204,7 +208,9 @@ class _Worker:
 
 
 def serve() -> None:
-    """Run a worker: the main function of its process. Arguments: a file descriptor, and the id of the parent."""
+    """Run a worker: the main function of its process.
+
+    The command line has a file descriptor (of the connection to the parent), and the process id of the parent."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     connection, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
     if os.getppid() != parent:

@@ -166,7 +166,7 @@ def deltas(view: RunView) -> Panel | None:
 
 
 def pauses(view: RunView) -> Panel | None:
-    """Plot how long engines paused to swap their weights."""
+    """Plot the durations of the pauses in which engines loaded new weights."""
     events = [event for event in view.events("engine.adopt") if number(event, "num_running")]
     points = [(x, 1e3 * y) for x, y in _points(events, "pause_s")]
     if not points:
@@ -188,7 +188,8 @@ def pauses(view: RunView) -> Panel | None:
 
 
 def parity(view: RunView) -> Panel | None:
-    """Plot how far the probabilities of engines and learner differ, on a logarithmic scale, and how the run reacted."""
+    """Plot the difference between the probabilities of engines and learner, on a logarithmic scale, and the reactions
+    of the run."""
     steps = view.by_step("rl.step")
     kinds = (("fresh rollouts", "fresh_ratio_max", 2), ("all, 99th percentile", "ratio_p99", 4), ("k3", "k3", 3))
     probes: dict[float, float] = {}

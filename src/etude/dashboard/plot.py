@@ -29,12 +29,12 @@ class Frame:
 
     @property
     def right(self) -> int:
-        """Where the axes end on the right."""
+        """The x coordinate at which the axes end on the right."""
         return self.width - _RIGHT
 
     @property
     def bottom(self) -> int:
-        """Where the horizontal axis is, from the top."""
+        """The y coordinate of the horizontal axis, from the top."""
         return self.height - _BOTTOM
 
 
@@ -45,7 +45,7 @@ NORMAL, WIDE = Frame(), Frame(1160, 320)
 class Series:
     """One line of a plot, with (x, y) points.
 
-    `colour` is n of the CSS class `cn`. With `dots_only` the points are not connected."""
+    `colour` is the number n of the CSS class "c" + n, such as c1. With `dots_only` the points are not connected."""
 
     label: str
     points: Sequence[Point]
@@ -55,7 +55,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A point of a plot with its confidence interval from `low` to `high`. `colour` is n of the CSS class `cn`."""
+    """A point of a plot with its confidence interval from `low` to `high`. `colour` is the number n of the CSS class
+    "c" + n, such as c1."""
 
     label: str
     x: float
@@ -69,7 +70,7 @@ class Estimate:
 class LaneRow:
     """One row of a lane chart: bars over time, and a note at the end.
 
-    A bar is (start, end, height from 0 to 1). `colour` is n of the CSS class `cn`."""
+    A bar is (start, end, height from 0 to 1). `colour` is the number n of the CSS class "c" + n, such as c1."""
 
     label: str
     bars: Sequence[tuple[float, float, float]]

@@ -6,7 +6,6 @@ in this folder.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from markupsafe import Markup
 
 from etude.dashboard import formatting
 from etude.dashboard.glossary import meaning
+from etude.dashboard.messages import messages
 from etude.dashboard.pages import render, write_page
 from etude.dashboard.panels import PANELS, Panel
 from etude.dashboard.problems import damage, recovered_failures
@@ -32,7 +32,7 @@ Row = tuple[str, ...]
 
 
 def write_report(run_dir: Path | str, rollouts: Sequence[RolloutView] = ()) -> Path:
-    """Write report.html into a run folder and return its path. The run may still be going on.
+    """Write report.html into a run folder and return its path. The run may still be running.
 
     `rollouts`: rollouts of training to show. Raises `NoRun` when the folder does not exist, and `StoreError` when the
     file cannot be written.
@@ -174,17 +174,8 @@ def _host(host: Any) -> list[tuple[str, str]]:
 
 _COLUMNS = ("task_id", "rollout_id", "reward", "family", "transcript")
 _TREE = "tree"  # a column that files of earlier versions do not have
-_MESSAGE = re.compile(r"^\[(system|user|assistant|call|tool)\] ?", re.MULTILINE)
 _MAX_CHARS = 20_000
 _MAX_TURN_CHARS = 4_000
-
-
-@dataclass(frozen=True)
-class Message:
-    """One message of a transcript. `role` is "user", "call", "tool" and so on; "" in an unknown chat format."""
-
-    role: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -214,18 +205,6 @@ def pair(evals: Path) -> Pair | None:
     found.sort(key=lambda row: (len(row["transcript"]), row["task_id"], row["rollout_id"]))
     after = found[len(found) // 2]
     return Pair(after["task_id"], after["family"], _view(before[after["task_id"]]), _view(after))
-
-
-def messages(transcript: str) -> tuple[Message, ...]:
-    """Split a transcript into messages, by the role names that start their paragraphs.
-
-    >>> messages("[user] mend it\\n[call] test\\n[tool] 1 failed")
-    (Message(role='user', text='mend it'), Message(role='call', text='test'), Message(role='tool', text='1 failed'))
-    """
-    first, *rest = _MESSAGE.split(transcript)
-    found = [Message("", first.strip())] if first.strip() else []
-    found += [Message(role, body.strip("\n")) for role, body in zip(rest[::2], rest[1::2], strict=True)]
-    return tuple(found)
 
 
 def _view(row: dict[str, Any]) -> RolloutView:

@@ -101,7 +101,7 @@ class RunView:
         self._offsets[path] = start + len(whole)
         (self._cut.discard if len(whole) == len(data) else self._cut.add)(path.name)
         lines = whole.splitlines()
-        found = [event for line in lines if (event := _event(line)) is not None]
+        found = [event for line in lines if (event := parse_event(line)) is not None]
         self._unreadable[path.name] += len(lines) - len(found)
         return found
 
@@ -137,7 +137,7 @@ class RunView:
     def now(self) -> float | None:
         """Unix seconds of the newest event; None if there is no event.
 
-        The view uses it as its clock, so time stops when the run is dead."""
+        It is used as the present time, so that times no longer change when the run has died."""
         return max((float(events[-1]["t"]) for events in self._events.values()), default=None)
 
     @property
@@ -210,7 +210,8 @@ def _time(event: Event) -> float:
     return float(event["t"])
 
 
-def _event(line: bytes) -> Event | None:
+def parse_event(line: bytes) -> Event | None:
+    """Parse one line of an event file; None if it is damaged, or no event."""
     try:
         event = json.loads(line) if verify_line(line) is not False else None
     except (ValueError, RecursionError):

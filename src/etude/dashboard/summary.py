@@ -75,7 +75,7 @@ def summarise_view(view: RunView, rollouts: Mapping[str, int] | None = None) -> 
 
 
 def nothing_learnt(view: RunView) -> str | None:
-    """Return a sentence on why no step of a run could learn; None if a step could, or before the first step.
+    """Return a sentence on why no step of a run could learn; None if a step could learn, and before the first step.
 
     The policy learns from a group of rollouts only if they have advantages. With the built-in credit schemes, rollouts
     have advantages if the rewards of their group differ."""
@@ -204,7 +204,7 @@ def weights(view: RunView) -> dict[str, Any]:
 
 
 def parity(view: RunView) -> dict[str, float | None]:
-    """Compute how far the probabilities of engines and learner differ over a run.
+    """Compute the differences between the probabilities of engines and learner over a run.
 
     These are maximum ratios, the mean of k3 (an estimate of the KL divergence), and the mean share of experts that
     differ."""
@@ -258,7 +258,7 @@ def _rl(steps: Sequence[Event]) -> dict[str, Any]:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float | None:
-    """Return the smallest of the ascending values that is at least as large as a share `share` of them; None without
+    """Return the smallest of the ascending values that at least `share` of them (0 to 1) do not exceed; None without
     values.
 
     >>> quantile([1.0, 2.0, 3.0, 4.0], 0.5), quantile([], 0.5)

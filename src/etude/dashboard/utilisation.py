@@ -19,8 +19,8 @@ class Lane:
     samples: list[tuple[float, float, float]] = field(default_factory=list)
 
     def cpu_s(self, start: float | None = None, end: float | None = None) -> float:
-        """Return the CPU seconds between two unix times; None is no limit. Samples that cross a limit count in
-        proportion."""
+        """Return the CPU seconds between two unix times; None is no limit. A sample that crosses a limit counts with
+        the part of its time that is inside."""
         return sum(cpu * share for _, share, cpu in self._within(start, end))
 
     def share(self, start: float | None = None, end: float | None = None) -> float | None:

@@ -58,7 +58,7 @@ def open_memory_bounded(name: str, *, accepts_unbounded: bool = False, images: I
     """Create a runtime as `open_runtime` does, but refuse a host that cannot limit the memory of a machine.
 
     Use it for all untrusted code. `accepts_unbounded`: open the runtime on such a host too. Raises `MachineError` for
-    such a host, and what `open_runtime` raises. The remote backend is not checked: its server decides.
+    such a host, and the errors of `open_runtime`. The remote backend is not checked, since its server sets the limits.
     """
     limits = None if name == "remote" or accepts_unbounded else MachineLimits(require_memory_bound=True)
     return open_runtime(name, limits, images=images)
@@ -67,7 +67,8 @@ def open_memory_bounded(name: str, *, accepts_unbounded: bool = False, images: I
 def runtime_from_config(config: MachinesConfig) -> Runtime:
     """Create the runtime of the `[machines]` section of a run's config.
 
-    Raises what `open_runtime` raises, and `InputError` if limits are set for the remote backend: its server sets them.
+    Raises the errors of `open_runtime`, and `InputError` if limits are set for the remote backend: its server sets
+    them.
     """
     images = ImageStore(Path(config.images)) if config.images else None
     if config.backend != "remote":

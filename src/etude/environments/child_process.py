@@ -24,8 +24,8 @@ _CHECK_PARENT = 'test "$PPID" = "$0" && exec "$@"'  # the parent may have died b
 def require_programs(programs: dict[str, str], what: str) -> None:
     """Check that this is Linux and that all `programs` and `setpriv` are installed. Raises `MachineError` otherwise.
 
-    `programs` maps the name of each program to the package that contains it. `what` is the subject of the error
-    message: the plural noun of what runs in these programs, such as "virtual machines".
+    `programs` maps the name of each program to the package that contains it. `what` is a plural noun for the error
+    message: the things that need these programs, such as "virtual machines".
     """
     if sys.platform != "linux":
         hint = "run etude in a container (examples/containers), or use a remote backend"
@@ -141,7 +141,11 @@ def end_killed(process: subprocess.Popen[bytes], *, deadline_s: float = 20.0) ->
 
 def _not_ended(pid: int, deadline_s: float) -> MachineError:
     facts = f"process {pid}, {deadline_s:g} s after SIGKILL"
-    return MachineError("a killed process does not end", facts, hint="it probably hangs in the kernel: see dmesg")
+    return MachineError(
+        "a killed process does not end",
+        facts,
+        hint="see the kernel log (dmesg): the process probably hangs in the kernel",
+    )
 
 
 def _start_error(program: str, error: OSError) -> MachineError:

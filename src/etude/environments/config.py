@@ -13,7 +13,8 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """Resource limits of one machine. `NamespaceRuntime.limits` reports what enforces them on this host.
+    """Resource limits of one machine. `NamespaceRuntime.limits` reports the mechanism that enforces each limit on this
+    host.
 
     - `memory_bytes`: memory of all processes and of files kept in memory, together
     - `address_bytes`: address space of one process
@@ -53,9 +54,9 @@ class MachinesConfig(MachineLimits):
 def check_memory_bound(limits: MachineLimits, controllers: Collection[str]) -> None:
     """Raise `MachineError` if `limits` require a limit on a machine's memory and this process cannot set one.
 
-    `controllers`: the control-group controllers that this process may use, such as "memory". No other means can limit a
-    machine: the sum over its processes misses files in memory without a mapping and socket buffers, and a process can
-    allocate gigabytes between two measurements.
+    `controllers`: the control-group controllers that this process may use, such as "memory". Only control groups can
+    limit a machine's memory. Measuring its processes is not enough: their sum does not contain socket buffers and
+    unmapped files in memory, and a process can allocate gigabytes between two measurements.
     """
     if limits.require_memory_bound and "memory" not in controllers:
         raise MachineError(

@@ -55,7 +55,7 @@ class FairClock:
     """The clock of one command: wall time minus the time that its machine lost to other processes.
 
     `measure` returns the machine's usage now, or None if it cannot be read. `cores`: how many cores the machine may
-    use. `host` and `now` replace the host's counters and the clock in tests.
+    use. `host` and `now` return the host's counters and the time; tests replace them.
 
     >>> host, now = iter([HostUsage(0.0, 2), HostUsage(20.0, 2)]), iter([0.0, 10.0])
     >>> use = iter([MachineUsage(0.0, {7: 0.0}), MachineUsage(1.0, {7: 9.0})])

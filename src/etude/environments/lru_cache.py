@@ -14,9 +14,9 @@ T = TypeVar("T")
 class LruCache(Generic[T]):
     """A cache of values by name. The value of a name never changes.
 
-    `size_of` returns a value's size in bytes. Values that are not held have at most `max_bytes` together; beyond that
-    the least recently used are evicted (a single larger value stays). Held values do not count, since those who hold
-    them have limits of their own.
+    `size_of` returns a value's size in bytes. A value is *held* between `hold` and `release`, and is then never
+    evicted. All other values have at most `max_bytes` together; beyond that the least recently used are evicted (a
+    single larger value stays).
 
     >>> trees = LruCache(len, max_bytes=8)
     >>> trees.put("a", b"aaaaa"), trees.hold("a"), trees.put("b", b"bbbbb"), trees.put("c", b"ccccc")
@@ -68,7 +68,7 @@ class LruCache(Generic[T]):
         return self._entries[name][1]
 
     def release(self, name: str) -> None:
-        """Undo one `hold`."""
+        """Undo one call of `hold`. A value that is no longer held can be evicted."""
         self._holds[name] -= 1
         if self._holds[name] <= 0:
             del self._holds[name]
@@ -76,7 +76,7 @@ class LruCache(Generic[T]):
                 self._make_evictable(name)
 
     def clear(self) -> None:
-        """Remove all values, including those that are held."""
+        """Remove all values, including those that `hold` keeps in the cache."""
         self._entries.clear()
         self._evictable.clear()
         self._evictable_bytes = 0

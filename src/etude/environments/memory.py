@@ -126,8 +126,8 @@ class MemoryMachine:
     """A `Machine` whose files are a dict and whose only command is ``python FILE``, run inside this process.
 
     For trusted code: demonstrations and tests. Any other command ends with exit code 127. A command cannot be stopped
-    at its deadline. The coroutines never really wait, so they can be driven without an event loop. `runtime`: the
-    runtime that forked it; without one it has no snapshots.
+    at its deadline. The coroutines never wait, so they can be run without an event loop. `runtime`: the runtime that
+    forked it; without one it has no snapshots.
     """
 
     def __init__(self, files: Mapping[str, bytes], runtime: MemoryRuntime | None = None) -> None:
@@ -197,7 +197,7 @@ class MemoryMachine:
     async def snapshot(self) -> str:
         """Return the id of a snapshot of the files, as `Machine.snapshot` does.
 
-        Raises `MachineError` for a machine that was made without a runtime.
+        Raises `MachineError` for a machine that was created without a runtime.
         """
         self._alive()
         if self._runtime is None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 class OutputBuffer:
     """A buffer that keeps at most `limit` bytes of a command's output.
 
-    Of longer output it keeps the first half and the last half, with a note between them of how many bytes were dropped.
+    Of longer output it keeps the first half and the last half, and between them a note with the number of dropped
+    bytes.
     """
 
     def __init__(self, limit: int) -> None:

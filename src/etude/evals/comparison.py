@@ -20,9 +20,10 @@ smaller evaluation."""
 class Comparison:
     """The comparison of two evaluations, a and b. Differences are the solve rate of b minus that of a.
 
-    - `difference`: the difference as that of two independent rates, as if each evaluation had its own tasks.
-    - `paired`: over the tasks that both have; None if there are none.
-    - `num_shared`: how many tasks both have; `shared_enough`: whether `paired` rests on enough different problems.
+    - `difference`: the difference and its interval, computed as if the two evaluations had different tasks.
+    - `paired`: the mean difference over the tasks that both have; None if there are none.
+    - `num_shared`: how many tasks both have; `shared_enough`: whether these have enough different problems for `paired`
+      to be used.
     - `better`, `worse`: shared tasks with a higher or a lower solve rate in b."""
 
     a: EvalResult
@@ -86,7 +87,9 @@ def compare_runs(run_a: Path, run_b: Path, *, name: str = "after") -> Comparison
     for run, found in zip((run_a, run_b), rows, strict=True):
         if not any(r.valid for r in found):
             raise StoreError(
-                f"nothing to compare in {run}", f"evals/{name} has no valid rollout", hint="use another run"
+                f"nothing to compare in {run}",
+                f"evals/{name} has no valid rollout",
+                hint="see in its report why rollouts were invalid, or compare another run",
             )
     return compare(rows[0], rows[1], names=(run_a.name, run_b.name))
 

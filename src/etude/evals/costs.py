@@ -14,7 +14,7 @@ from etude.prices import UNKNOWN, Prices, TokenPrices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """What an evaluation pays for.
+    """The prices that an evaluation pays.
 
     - `machine_second`: dollars per second of a machine (a sandbox). None: unknown.
     - `tokens`: prices of the model's tokens. If none of them is known, engines are paid by the hour: `gpu_hour`, in
@@ -33,7 +33,7 @@ def price_of(prices: Prices, model: str, *, gpu: str = "", num_gpus: int = 0) ->
     """Return the prices for the evaluation of a model.
 
     `model` is its name in the table. `gpu` is the kind of the GPUs of its engines, and `num_gpus` their number; "" and
-    0: it has none, or they are not paid."""
+    0: the engines have no GPUs, or these cost nothing."""
     hour = prices.gpu_hours.get(gpu)
     return Price(machine_second=prices.machine_second, tokens=prices.tokens(model), gpu_hour=hour, num_gpus=num_gpus)
 
@@ -41,7 +41,7 @@ def price_of(prices: Prices, model: str, *, gpu: str = "", num_gpus: int = 0) ->
 def cost(rows: Sequence[EvalRow], price: Price, *, wall_s: float) -> float | None:
     """Return the dollars that the rollouts of an evaluation cost, valid or not; None if a part of it is unknown.
 
-    `wall_s` is the duration of the evaluation in seconds, in which its GPUs are paid."""
+    `wall_s` is the duration of the evaluation in seconds; its GPUs are paid for this time."""
     machine_s = math.fsum(row.wall_s for row in rows)
     model = _tokens(rows, price) if price.tokens != UNKNOWN else _gpus(price, wall_s)
     if model is None or price.machine_second is None:

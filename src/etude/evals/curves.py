@@ -56,16 +56,17 @@ def curve_points(num_attempts: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """pass@k of an evaluation. `points` is by k. `num_left_out`: tasks with fewer valid attempts than the largest k."""
+    """pass@k of an evaluation. `points` maps each k to pass@k. `num_left_out`: tasks with fewer valid attempts than the
+    largest k."""
 
     points: Mapping[int, Interval]
     num_left_out: int
 
 
 def pass_curve(rows: Iterable[EvalRow]) -> Curve:
-    """Compute pass@k over the tasks of an evaluation, with intervals that count problems.
+    """Compute pass@k over the tasks of an evaluation. Its intervals treat tasks with the same problem as correlated.
 
-    The largest k is the largest number of valid attempts that nine in ten tasks have."""
+    The largest k is chosen so that nine in ten tasks have at least k valid attempts."""
     tasks = _solved_by_task(rows)
     if not tasks:
         return Curve(points={}, num_left_out=0)
@@ -79,9 +80,9 @@ def pass_curve(rows: Iterable[EvalRow]) -> Curve:
 
 
 def reward_curve(rows: Iterable[EvalRow]) -> dict[int, float]:
-    """Compute the expected largest reward of k rollouts of a task, by k: best-of-k with a perfect selection.
+    """Compute the expected largest reward of k rollouts of a task, for each k: best-of-k with a perfect selection.
 
-    The mean is over the tasks of `pass_curve`. It is above pass@k where rewards between 0 and 1 are given."""
+    The mean is over the tasks of `pass_curve`. The result is above pass@k if some rewards are between 0 and 1."""
     rewards: dict[str, list[float]] = {}
     for row in rows:
         if row.valid:
@@ -94,7 +95,8 @@ def reward_curve(rows: Iterable[EvalRow]) -> dict[int, float]:
 
 
 class Effect(enum.StrEnum):
-    """What training did to the curve of pass@k, where the intervals of the paired differences exclude 0.
+    """The effect of training on the curve of pass@k. A change counts if the interval of the paired difference excludes
+    0.
 
     EXPANDS: more tasks are solved at the largest k. SHARPENS: more at k = 1, but not at the largest k. NARROWS: fewer
     at the largest k. UNDECIDED: none of these was found, which may need more tasks or more attempts."""
@@ -107,7 +109,10 @@ class Effect(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveComparison:
-    """The paired difference of pass@k, trained minus untrained, by k; `num_tasks` both have; and its `effect`."""
+    """The comparison of pass@k before and after training.
+
+    `differences`: for each k, pass@k of the trained minus the untrained model, paired by task. `num_tasks`: number of
+    tasks that both evaluations have. `effect`: the conclusion."""
 
     differences: Mapping[int, Interval]
     num_tasks: int
@@ -117,8 +122,8 @@ class CurveComparison:
 def compare_curves(untrained: Iterable[EvalRow], trained: Iterable[EvalRow]) -> CurveComparison:
     """Compare pass@k of two evaluations of the same tasks, such as of a model before and after training.
 
-    Intervals are paired by task and count problems. The largest k is the number of valid attempts that nine in ten of
-    the shared tasks have in both evaluations."""
+    Intervals are of differences paired by task, and treat tasks with the same problem as correlated. The largest k is
+    chosen so that nine in ten shared tasks have at least k valid attempts in both evaluations."""
     before, after = _solved_by_task(untrained), _solved_by_task(trained)
     shared = sorted(before.keys() & after.keys())
     if not shared:

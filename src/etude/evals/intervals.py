@@ -193,11 +193,13 @@ def crossed_difference(differences: Sequence[Sequence[float]], problems: Sequenc
     """Compute the mean difference of two recipes and its interval, from the same tasks solved by several seeds of both.
 
     `differences[s][i]` in [-1, 1] is the difference on task i in pair s. A pair is two models of one training seed,
-    such as the trained and the untrained one. The interval is for new pairs and new problems. It is computed as in
-    `crossed_rate`, with one change. The variance between pairs and the variance between problems overlap. The overlap
-    must be counted once: `crossed_rate` counts it with the problems, this function with the pairs. For a difference
-    pairs vary more than problems, since most of what the models have in common on a problem cancels out. Raises
-    `ValueError` for fewer than two pairs or without tasks.
+    such as the trained and the untrained one. The interval is for new pairs and new problems. Raises `ValueError`
+    for fewer than two pairs or without tasks.
+
+    It is computed as in `crossed_rate`, with one change. Both the variance between pairs and the variance between
+    problems contain the interaction of pair and problem, which must be counted once. `crossed_rate` removes it from the
+    pairs. This function removes it from the problems, which vary less: how hard a problem is cancels out in a
+    difference.
 
     >>> crossed_difference([[1, 0, 1, 0], [1, 0, 0, 1]], ["a", "b", "c", "d"]).value
     0.5

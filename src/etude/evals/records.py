@@ -41,12 +41,12 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     - `suite`, `purpose`, `suite_digest`: what was measured. Results can be compared if their digests are equal.
     - `label`: the model's name in tables. `model`: its checkpoint, or its name at `url`; "": no URL. `version`: the
-      version of the weights; None: unknown. `prompted`: whether it got the suite's prompt.
+      version of the weights; None: unknown. `prompted`: whether the model got the suite's prompt.
     - `price_name`: the model's name in the table of prices.
     - `result`: solve rate, intervals, costs and other numbers.
     - `general_bits_per_byte`: the loss on the general text; None: not measured. `general_digest`: 16 hex digits of that
       text; "": not measured.
-    - `gates`: one report for each gate. `date`: of the end, in ISO 8601."""
+    - `gates`: one report for each gate. `date`: when the evaluation ended, in ISO 8601."""
 
     suite: str
     purpose: Purpose
@@ -72,7 +72,7 @@ class SeedsRecord(msgspec.Struct, frozen=True, kw_only=True):
     - `label`: the name of the recipe. The labels of the models are in `result.by_seed`, and each model also has an
       `EvalRecord` of its own.
     - `gates`: one report for each gate. Gates on `rate`, `low` and `high` use `result`; gates on other numbers use the
-      mean over the models. `date`: of the end, in ISO 8601."""
+      mean over the models. `date`: when the last evaluation ended, in ISO 8601."""
 
     suite: str
     purpose: Purpose
@@ -94,7 +94,7 @@ FILE_CHARACTERS = "letters, digits, '@', '.', '_' and '-'"
 def record_path(folder: Path, suite: str, label: str) -> Path:
     """Return the JSON file of a suite's result on a model. The rollouts are beside it, with the suffix ".parquet".
 
-    Other characters of the label than `FILE_CHARACTERS` become "-".
+    Characters of the label that are not in `FILE_CHARACTERS` are replaced by "-".
 
     >>> record_path(Path("evals"), "repair", "gpt-5 mini/high").as_posix()
     'evals/repair/gpt-5-mini-high.json'
@@ -103,7 +103,7 @@ def record_path(folder: Path, suite: str, label: str) -> Path:
 
 
 def seeds_path(folder: Path, suite: str, label: str) -> Path:
-    """Return the path of the JSON file with a suite's result over training seeds. `label`: of the recipe."""
+    """Return the path of the JSON file with a suite's result over training seeds. `label`: the name of the recipe."""
     return record_path(folder, f"{suite}/{SEEDS}", label)
 
 
@@ -140,7 +140,7 @@ def _read(path: Path, kind: type[T]) -> T:
         raise StoreError(f"{path} is damaged", error.facts, hint=hint) from None
     except (ValueError, RecursionError) as error:
         hint = "evaluate again: etude eval SUITE"
-        raise StoreError(f"{path} is not a result of an evaluation", str(error), hint=hint) from None
+        raise StoreError(f"{path} is not the result of an evaluation", str(error), hint=hint) from None
     if found.format != FORMAT:
         raise StoreError(
             f"{path} has format version {found.format}",
@@ -176,7 +176,7 @@ def rows_beside(path: Path) -> list[EvalRow]:
 
 
 def gate_reports(suite: Suite, values: Mapping[str, float | None]) -> tuple[GateReport, ...]:
-    """Check the gates of a suite, and return a report for each. `values`: metric → value; None: unknown."""
+    """Check the gates of a suite, and return a report for each. `values`: the value of each metric; None: unknown."""
     return tuple(
         GateReport(gate=gate, value=values[gate.metric], failure=gate.failure(values[gate.metric]))
         for gate in suite.gates

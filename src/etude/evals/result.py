@@ -70,7 +70,8 @@ class EvalResult:
 def evaluate(
     rows: Iterable[EvalRow], *, name: str, split: str, step: int, wall_s: float, price: Price = NO_PRICE
 ) -> EvalResult:
-    """Summarise the rollouts of one evaluation. `wall_s` is its duration in seconds, and `price` that of its parts.
+    """Summarise the rollouts of one evaluation. `wall_s` is its duration in seconds, and `price` the prices from which
+    its cost is computed.
 
     The interval uses the effective number of independent rollouts, because rollouts of one task, and tasks that are
     variants of one problem, are correlated."""

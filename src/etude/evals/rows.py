@@ -36,7 +36,7 @@ class EvalRow:
     - `reward`: never NaN; 0.0 if invalid. `reason`: why the reward is what it is.
     - `ending`: how the rollout ended, such as by submitting; "" if invalid.
     - `turns`, `sampled`, `malformed`: numbers of model requests, sampled tokens, and unparsable tool calls.
-    - `wall_s`, `tool_s`: seconds in total, and of tools.
+    - `wall_s`, `tool_s`: duration of the rollout, and of its tool calls, in seconds.
     - `transcript`: all conversations as text. `tree`: the turns as a JSON list of `etude.records.view.TurnView`. In
       files of earlier versions `tree` is "" and `transcript` has only the last conversation.
     - `sign`: the most serious sign of cheating, or "".
@@ -103,7 +103,8 @@ def make_row(
 ) -> EvalRow:
     """Make the row of a rollout from its summary, its reward, and its turns as text.
 
-    `sign` is a sign of cheating, because of which the reward is 0; "" if there is none."""
+    `judged` is the result of grading. `sign` is the sign of cheating because of which the reward is 0; "" if there is
+    none."""
     valid = isinstance(judged, Reward)
     cached = [turn.num_cached for turn in turns if turn.num_cached is not None]
     return EvalRow(
@@ -158,7 +159,10 @@ def read_rows(path: Path) -> list[EvalRow]:
             verify_parquet(handle, path, kind=StoreError)
         file = pq.ParquetFile(path, pre_buffer=False)  # no threads: they can abort the interpreter at exit
         if file.metadata.num_rows > MAX_ROWS:
-            raise StoreError(f"{path} has {file.metadata.num_rows} rows", hint=f"at most {MAX_ROWS} are read")
+            raise StoreError(
+                f"{path} has {file.metadata.num_rows} rows",
+                hint=f"at most {MAX_ROWS} rows are read: split the evaluation",
+            )
         missing = ADDED_LATER - set(file.schema_arrow.names)
         names = [f.name for f in fields(EvalRow) if f.name not in missing]
         read = file.read(columns=names, use_threads=False).select(names)

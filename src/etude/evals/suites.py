@@ -25,7 +25,7 @@ BUILT_IN = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 
 
 class Purpose(enum.StrEnum):
-    """What a suite measures."""
+    """What the result of a suite is used for."""
 
     CORRECTNESS = "correctness"
     INSTRUCTION_FOLLOWING = "instruction following"
@@ -62,8 +62,8 @@ class Gate:
             raise ValueError(f"the gate of {self.metric} has neither at_least nor at_most: set one of them")
 
     def failure(self, value: float | None) -> str:
-        """Return why the gate is not passed with this value of its metric; "" if it is. An unknown value does not
-        pass.
+        """Return the reason why this value of the metric does not pass the gate; "" if it passes. An unknown value does
+        not pass.
 
         >>> Gate("rate", at_least=0.5).failure(0.4), Gate("rate", at_least=0.5).failure(0.5)
         ('rate = 0.4, must be at least 0.5', '')
@@ -79,17 +79,19 @@ class Gate:
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite: which tasks are played how often, with which limits, and the gates of its result.
+    """An evaluation suite: the tasks, the number of attempts at each, the settings of the agent, and gates for the
+    result.
 
-    - `tasks`: a section as the `[tasks]` of a run's config. Empty: the tasks of the config that is evaluated.
-    - `splits`: the splits whose first tasks are played, `num_tasks` altogether. Tasks that a model was trained on are
-      refused.
+    - `tasks`: settings as in the section `[tasks]` of a run's config. Empty: the tasks of the config that is evaluated.
+    - `splits`: the splits from which the first tasks are taken, `num_tasks` altogether. It is an error if the model was
+      trained on one of them.
     - `samples`: rollouts per task; pass@k is given up to this k.
-    - `seed`, `temperature`: of the sampling.
-    - `prompt`: the system message of the prompted baseline, and of models at a URL. "": none.
+    - `seed`, `temperature`: seed and temperature of the sampling.
+    - `prompt`: the system message for models at a URL, and for the prompted baseline (the untrained model with this
+      message). "": none.
     - `harness`: settings that replace those of the config's `[harness]`.
-    - `general_text`: a text file, relative to the suite's, on which the loss of each checkpoint is measured. None:
-      pieces of Python's standard library that etude's mid-training never uses."""
+    - `general_text`: a text file on which the loss of each checkpoint is measured; its path is relative to the suite's
+      file. None: parts of Python's standard library that etude's mid-training never uses."""
 
     name: str
     purpose: Purpose
@@ -113,7 +115,7 @@ class Suite:
     def digest(self, tasks: Sequence[Task]) -> str:
         """Return 16 hex digits that identify what is measured: the settings, and the content of the tasks.
 
-        Gates and the path of the general text do not change it."""
+        The result depends neither on gates nor on the path of the general text."""
         plain = config.to_plain(self)
         for key in ("gates", "general_text", "name"):
             plain.pop(key, None)

@@ -25,7 +25,7 @@ class SeedsResult(msgspec.Struct, frozen=True, kw_only=True):
     - `general_rise`: (value, low, high) of the loss on the general text minus the loss of the untrained models, in bits
       per byte, with Student's t interval over seeds. None: not measured.
     - `num_tasks`: tasks with a valid rollout of every model; only these count. `num_problems`: distinct problems of
-      these tasks. `num_left_out`: the other tasks."""
+      these tasks. `num_left_out`: the number of other tasks."""
 
     rate: float
     low: float
@@ -55,7 +55,7 @@ def over_training_seeds(
     Raises `InputError` for fewer than two models, for another number of untrained models, and if no task has a valid
     rollout of every model."""
     if len(trained) < 2 or len(untrained) not in (0, len(trained)):
-        what = "a result over training seeds needs at least two models, and no or as many untrained models"
+        what = "a result over training seeds needs two or more models, and no untrained model or one for each"
         facts = f"got {len(trained)} models and {len(untrained)} untrained models"
         raise InputError(what, facts, hint="give --checkpoint once for each seed")
     after, before = [*map(_rates, trained.values())], [*map(_rates, untrained)]

@@ -43,7 +43,7 @@ DRAWS = 4096
 
 
 class Straggler(enum.StrEnum):
-    """What a step does about a group that is not ready when the others are.
+    """What a step does if a group of rollouts is not ready when the others are.
 
     WAIT: the step waits for it. MASK: the step skips it, and a later step trains on it without its stale tokens."""
 
@@ -65,8 +65,8 @@ class Window:
     """Decides which groups of rollouts may start, and which groups the next step trains on.
 
     It has no state of its own; the state is in the ledger. `max_lag`: the largest allowed age of a token in steps.
-    `groups_per_step`: how many groups a step takes at least. `signal_groups`: how many groups with a signal a step
-    wants, for which it takes more groups; 0: it takes `groups_per_step` in any case.
+    `groups_per_step`: the smallest number of groups of a step. `signal_groups`: the wanted number of groups with a
+    signal; if there are fewer, the step takes more groups. 0: it always takes `groups_per_step`.
 
     >>> window = Window(max_lag=1, groups_per_step=2)
     >>> window.free_groups(num_open=0, batched_step=0, published_step=0)  # version 0 may sample for steps 0 and 1
@@ -119,8 +119,8 @@ class Window:
     def min_step(self, num_open: int, batched_step: int, published_step: int) -> int:
         """Return the lowest step of weights that may sample the group that is admitted after `num_open` open groups.
 
-        It becomes `RolloutSpec.min_step`: engines with older weights must not run the group. The arguments are those of
-        `free_groups`."""
+        The result becomes `RolloutSpec.min_step`: engines with older weights must not run the group. The arguments are
+        those of `free_groups`."""
         return max(0, min(published_step, self.required_step(num_open, batched_step)))
 
     def required_step(self, place: int, batched_step: int, size: int = 0) -> int:

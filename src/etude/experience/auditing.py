@@ -41,7 +41,7 @@ class Report:
     - `lost`: ids of finished rollouts that no step consumed and that have no stored outcome.
     - `twice`: ids of rollouts that more than one step consumed.
     - `ungraded`: ids of rollouts that were trained on without a grade.
-    - `leaked`: ids of rollouts that have a slot but should not have one, or that lack a slot that they should have.
+    - `leaked`: ids of rollouts that have a slot and should have none, or that have none and should have one.
     - `missing`: steps without a trace file, and ids of rollouts that are unknown to the ledger."""
 
     num_rollouts: int
@@ -86,9 +86,9 @@ def audit(
 
     - `traces`: the folder of the trace files.
     - `lineage`: (step, rollout ids that it consumed) of each step that the current weights were trained by.
-    - `deleted`: the last step whose traces may have been deleted on purpose; for the steps up to it, the lineage is
-      trusted.
-    - `after`: an earlier audit found the run sound up to this step, so only later steps and open work are read.
+    - `deleted`: the last step whose traces may have been deleted on purpose; for the steps up to it, `lineage` is not
+      compared with traces.
+    - `after`: the step up to which an earlier audit found the run sound. Only later steps and open groups are read.
     - `before`: the lineage up to `after`, read only if a rollout was taken more than once.
     - `files`: the stored rollouts that may still be trained on; each is read and verified. None: not checked.
 
@@ -169,7 +169,7 @@ def _consumed_repeatedly(lineage: Lineage, suspects: set[str]) -> set[str]:
 def steps_of(traces: TraceFolder, step: int) -> Iterator[tuple[int, list[str]]]:
     """Yield (step, its rollout ids) for each recorded step up to `step`, from the trace files.
 
-    Use it in place of the manifests of the published weights if these are damaged."""
+    Use it if the manifests of the published weights, which list the same, are damaged."""
     for at in recorded_steps(traces):
         index = _index(traces, at) if at <= step else None
         if index is not None:

@@ -101,16 +101,16 @@ class Rloo:
 class Fork(Rloo):
     """Fork credit: the advantage of a turn is r − the mean reward of the siblings that reached the same context.
 
-    Rollouts of a group whose first turns have equal tokens share a prefix. The place where they part is a fork. A turn
-    is compared with the siblings that reached its fork. The baseline of a turn is ``(Σ r + 4 b) / (k + 4)`` over the k
-    other siblings that read the same context, where b is the baseline of the turn before. Of several turns in a row
-    that the same siblings reached, only the first one changes the baseline. The first b is RLOO's baseline, the mean of
-    all other siblings. So a few siblings change a baseline only a little (`FORK_PRIOR`). Turns that no other sibling
-    reached keep the baseline of the fork at which their rollout left the others.
+    Rollouts of a group whose first turns have equal tokens share a prefix. It ends at a fork, after which their turns
+    differ. A turn is compared with the siblings that reached the same fork. The baseline of a turn is ``(Σ r + 4 b) /
+    (k + 4)`` over the k other siblings that read the same context, where b is the baseline of the turn before. If the
+    same siblings reached several turns in a row, only the first of these turns changes the baseline. The first b is
+    RLOO's baseline, the mean of all other siblings. So a few siblings change a baseline only a little (`FORK_PRIOR`).
+    Turns that no other sibling reached have the baseline of the last fork that another sibling reached too.
 
     The baseline depends on the context and on other rollouts only, never on what was sampled after the context. So the
-    gradient is unbiased, as RLOO's is. Turns with the same context in one rollout (an agent program asked twice) have
-    the same baseline: they share one reward, which says nothing about which of them was better.
+    gradient is unbiased, as RLOO's is. If an agent program sends the same request twice, both turns have the same
+    baseline, since they have one reward in common.
 
     A part of a reward that one turn caused (`Reward.turns`, such as a malformed call) is credited to that turn only:
     there the advantage is r' − b' + p − the mean of p over the turns of the other siblings, where p is the part of the
@@ -167,9 +167,9 @@ class Fork(Rloo):
 class AllPairs:
     """Preference pairs of all siblings with different rewards, for the DPO loss.
 
-    The advantage of a rollout is (siblings with a lower reward − siblings with a higher one) / (rollouts − 1). On fresh
-    samples, with the sampler as reference, all pairs weigh the same in DPO. Its gradient is then proportional to the
-    policy gradient with these advantages. Only the sign of a difference of rewards counts.
+    The advantage of a rollout is (siblings with a lower reward − siblings with a higher one) / (rollouts − 1). On new
+    samples, with the sampler as the reference, all pairs have the same weight in DPO, and its gradient is proportional
+    to the policy gradient with these advantages. Only the sign of a difference of rewards counts.
 
     Rafailov et al. 2023, "Direct Preference Optimization" (arXiv 2305.18290); pairs of on-policy samples: Guo et al.
     2024, "Direct Language Model Alignment from Online AI Feedback" (arXiv 2402.04792).
@@ -255,7 +255,8 @@ def advantages(rewards: Sequence[Reward], scheme: CreditScheme = DR_GRPO) -> lis
 def turn_advantages(
     rewards: Sequence[Reward], turns: Sequence[Sequence[TurnPlace]], scheme: CreditScheme
 ) -> list[tuple[float, ...]]:
-    """Return the advantage of each turn, per rollout of a group; empty tuples for a scheme with one per rollout.
+    """Return the advantages of the turns of each rollout of a group; empty tuples if the scheme computes one advantage
+    per rollout.
 
     Raises `PluginError`, which names the scheme, when it fails or returns anything but one finite number per turn."""
     if not isinstance(scheme, TurnCreditScheme):
@@ -271,9 +272,9 @@ def better_than(
 ) -> list[tuple[str, ...]]:
     """Return for each rollout of a group the sorted ids of the siblings that it is preferred to.
 
-    `ids`: the rollouts' ids, in the order of `rewards`. `without`: ids of rollouts that must be in no pair. The tuples
-    are empty if the scheme forms no pairs. Raises `PluginError`, which names the scheme, if the scheme fails or a pair
-    does not have the higher reward first."""
+    `ids`: the rollouts' ids, in the order of `rewards`. `without`: ids of rollouts that must not be in a pair. The
+    tuples are empty if the scheme forms no pairs. Raises `PluginError`, which names the scheme, if the scheme fails or
+    a pair does not have the higher reward first."""
     if not isinstance(scheme, PairCreditScheme):
         return [()] * len(rewards)
     found = list[list[str]]([] for _ in rewards)

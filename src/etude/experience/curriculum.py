@@ -38,8 +38,8 @@ State = Mapping[str, Mapping[str, Sequence[float]]]
 class Curriculum(enum.StrEnum):
     """How training tasks are drawn from their source: the setting `experience.curriculum`.
 
-    SOURCE: in the order of the source. SIGNAL: more often where earlier groups had a strong signal for few sampled
-    tokens."""
+    SOURCE: in the order of the source. SIGNAL: more often from families whose earlier groups had a strong signal
+    (different rewards) for few sampled tokens."""
 
     SOURCE = "source"
     SIGNAL = "signal"
@@ -48,8 +48,8 @@ class Curriculum(enum.StrEnum):
 class Counts(NamedTuple):
     """Decayed sums over the groups of a family or a task.
 
-    `strength`: mean squared advantages. `tokens`: sampled tokens per rollout. `with_signal`: number of groups with a
-    signal. `groups`: number of groups."""
+    Each group adds to `strength` its mean squared advantage, to `tokens` the mean number of sampled tokens of a
+    rollout, to `with_signal` 1 if its rewards differ, and to `groups` 1."""
 
     strength: float = 0.0
     tokens: float = 0.0
@@ -105,9 +105,9 @@ class Signals:
     def count(self, plan: BatchPlan, known: Container[str]) -> None:
         """Add the groups of a step's batch to the counts.
 
-        A group without a valid rollout is skipped, and so is one of which a single rollout of several is valid: it has
-        no advantage without siblings, so its strength is unknown, not 0. Also skipped are the group ids in `known`:
-        they were counted before a restart went back to an earlier step."""
+        Skipped are groups with no valid rollout, and groups in which only one of several rollouts is valid: without
+        siblings its advantage is unknown. Also skipped are the group ids in `known`: they were counted before a restart
+        went back to an earlier step."""
         groups, sizes = dict[str, list[Member]](), Counter[str]()
         first = in_first_stage(plan.rollout_ids, self.min_group_size)
         for member, is_first in zip(plan.members, first, strict=True):
@@ -127,9 +127,10 @@ class Signals:
     def chance(self, family: str, task: str = "") -> float:
         """Return the probability, from `FLOOR` to 1, of accepting a drawn task of this family.
 
-        It is strength / tokens of the family, or of the task if tasks are counted, divided by that of the best family.
-        Priors: every family starts with one average group with a signal, and every task with one average group of its
-        family. A task of an unknown family is always accepted."""
+        The quality of a family is its strength divided by its tokens; the result is this quality divided by that of the
+        best family. If tasks are counted, the task's quality is used. At the start, every family counts as if it had
+        had one average group with a signal, and every task as if it had had one average group of its family. A task of
+        an unknown family is always accepted."""
         if family not in self._families or not self._best:
             return 1.0
         strength, tokens = self._expected(family)

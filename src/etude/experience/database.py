@@ -44,7 +44,8 @@ class NoLedger(LedgerError):
 class Database(Protocol):
     """One connection to a ledger's database.
 
-    It may be opened with a check that runs before each outermost commit and rejects it by raising."""
+    It may be opened with a check, a function that runs before each outermost commit and prevents the commit by raising
+    an error."""
 
     def transact(self, work: Callable[[], T], *, sync: bool = False) -> T:
         """Run `work` as one transaction and return its result: all of its statements take effect, or none.
@@ -83,7 +84,7 @@ def each(db: Database, sql: str, rows: Sequence[Sequence[Any]]) -> None:
 def parts(values: Collection[T]) -> Iterator[tuple[T, ...]]:
     """Split values into parts of at most `IN_ONE`, each of which fits into one statement.
 
-    SQLite takes 32,766 values, PostgreSQL 65,535. Yields nothing for no values.
+    A statement can have 32,766 values in SQLite and 65,535 in PostgreSQL. Yields nothing for no values.
 
     >>> [len(some) for some in parts(range(12_000))]
     [5000, 5000, 2000]

@@ -28,7 +28,7 @@ class Group:
     """The sibling rollouts of one task, from which advantages are computed.
 
     `rollout_ids`: all members, sorted. `finished`: the ended members, sorted by id, without those that were cancelled
-    or quarantined. `lost`: ids of the members that have tokens of weights which a restart abandoned."""
+    or quarantined. `lost`: ids of the members with tokens that were sampled by weights which a restart abandoned."""
 
     group_id: str
     rollout_ids: tuple[str, ...]

@@ -66,11 +66,11 @@ class _Move(NamedTuple):
 class Reconciled:
     """The numbers of rollouts that `Ledger.reconcile` has corrected after a restart, by kind of correction.
 
-    - `trained`: they were in a batch, and a step of the current weights had consumed them.
-    - `freed`: they were in a batch or trained, but in no step of the current weights. Their state is *graded* again, so
-      a later batch can take them.
-    - `requeued`: they were running, and will be run again.
-    - `gone`: they should be freed, but no record of them is stored any more, so they are never trained on again."""
+    - `trained`: rollouts in a batch that the current weights were trained on.
+    - `freed`: rollouts in a batch that the current weights were not trained on. Their state is *graded* again, so a
+      later batch can take them.
+    - `requeued`: rollouts that were running, and will be run again.
+    - `gone`: rollouts that should be freed but whose record is no longer stored, so they are never trained on again."""
 
     trained: int
     freed: int
@@ -144,7 +144,8 @@ class Ledger(LedgerQueries):
         return ledger
 
     def verify(self) -> None:
-        """Read the whole database once. Raises `LedgerError` when it is damaged. Takes a second for some hundred MB."""
+        """Read the whole database once. Raises `LedgerError` when it is damaged. Takes about a second for a few hundred
+        MB."""
         self._db.verify()
 
     def close(self) -> None:
@@ -164,7 +165,8 @@ class Ledger(LedgerQueries):
 
     @_atomic
     def put(self, rollout_id: str, name: str, data: bytes) -> None:
-        """Store bytes under a rollout and a name, in place of earlier ones, as part of the current transaction."""
+        """Store bytes under a rollout and a name, as part of the current transaction. They replace bytes that were
+        stored there before."""
         self.row(rollout_id)
         self._put(name, [(rollout_id, data)])
 
@@ -181,9 +183,9 @@ class Ledger(LedgerQueries):
     def admit(self, *specs: RolloutSpec, held: Collection[str] = ()) -> None:
         """Admit new rollouts, all or none. Each takes one of the `capacity` slots.
 
-        The order of admission never changes. `held`: ids of rollouts that wait until the others of their group have
-        ended. If the rewards of the others differ, they run; if not, they are cancelled. Raises `LedgerError` for a
-        rollout that was admitted before, or when too few slots are free."""
+        The order of admission never changes. `held`: ids of the rollouts that wait until the other rollouts of their
+        group have ended. They run if the rewards of the others differ; otherwise they are cancelled. Raises
+        `LedgerError` for a rollout that was admitted before, or when too few slots are free."""
         groups, ids = {spec.group_id for spec in specs}, [spec.rollout_id for spec in specs]
         known = self._among(groups, "SELECT DISTINCT group_id FROM rollouts WHERE group_id IN (*)")
         there = self._among(ids, "SELECT rollout_id FROM rollouts WHERE rollout_id IN (*)")
@@ -227,10 +229,10 @@ class Ledger(LedgerQueries):
         return [msgspec.structs.replace(spec, min_step=min(spec.min_step, published)) for spec in due]
 
     def finish(self, rollout: RolloutSummary, outcome: Outcome) -> bool:
-        """Store the summary and outcome of a rollout, and return whether the attempt counted.
+        """Store the summary and outcome of a rollout, and return whether they were stored.
 
-        It returns False, and changes nothing, for an attempt that no longer counts: the reply of a worker that was
-        taken for dead, or a second delivery."""
+        It returns False, and changes nothing, if the attempt is no longer valid, since its worker was considered dead,
+        or if its result was stored before."""
         return self.finish_all([(rollout, outcome)])[0]
 
     @_atomic
@@ -362,8 +364,8 @@ class Ledger(LedgerQueries):
 
         - `lineage`: for each step of the current weights, the ids of the rollouts that its manifest lists. It is read
           again if the connection to a server failed.
-        - `believed`: returns a step. For steps up to it, the ledger's own records are used instead of manifests. Called
-          after `lineage` was read.
+        - `believed`: a function that returns a step. For steps up to it, the ledger's own records are used instead of
+          manifests. It is called after `lineage` was read.
         - `head`: the version that the learner published when it started."""
         if head is not None:
             self._published(head)
@@ -493,7 +495,7 @@ class Ledger(LedgerQueries):
             raise LedgerError(
                 f"no slot is free for rollout {beyond[0]}",
                 f"all {self._capacity} are in use",
-                hint="admit only as many groups as the window allows",
+                hint="admit only as many groups as Window.free_groups allows",
             )
         if beyond:
             last = self._value("SELECT max(slot) FROM slots")

@@ -37,6 +37,18 @@ class Quarantined(msgspec.Struct, frozen=True, kw_only=True):
     graded: float
 
 
+class StepCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """The rollouts of the batch that produces one version step.
+
+    `states`: number of rollouts by state. `reward_mean`: over those with a reward; None without one. `batch_id`: the
+    batch."""
+
+    step: int
+    batch_id: str
+    states: dict[str, int]
+    reward_mean: float | None
+
+
 class LedgerQueries:
     """The read methods of a `Ledger`."""
 
@@ -79,6 +91,52 @@ class LedgerQueries:
         found = self._db.rows(f"SELECT {COLUMNS} FROM rollouts WHERE {where} {newest}", *values)
         return [as_row(row) for row in reversed(found)]
 
+    def page(
+        self, *, limit: int, before: int | None = None, step: int | None = None, state: State | None = None
+    ) -> list[tuple[int, Row]]:
+        """Return (position, row) of at most `limit` rollouts, the newest first. Reads no others: it uses an index.
+
+        `before`: only rollouts admitted before this position, to get the next page. `step` and `state` as in `rows`;
+        with both, all rollouts of the step may be read."""
+        wanted: list[tuple[str, Any]] = [("position < ?", before)] if before is not None else []
+        if step is not None:
+            wanted.append(("step = ?", step))
+        if state is not None:  # with a step, "state ||" keeps the index of states from being used
+            wanted.append(("state = ?" if step is None else "state || '' = ?", state))
+        where = " AND ".join(sql for sql, _ in wanted) or "position > 0"
+        sql = f"SELECT position, {COLUMNS} FROM rollouts WHERE {where} ORDER BY position DESC LIMIT {int(limit)}"
+        found = self._db.rows(sql, *(value for _, value in wanted))
+        return [(int(position), as_row(tuple(values))) for position, *values in found]
+
+    def last_steps(self, *, limit: int, before: int | None = None) -> list[int]:
+        """Return the newest version steps that have a batch, descending, at most `limit`; only those below `before`.
+
+        Reads the index of these steps only."""
+        upper = 1 << 62 if before is None else before
+        sql = f"SELECT step FROM rollouts WHERE step < ? GROUP BY step ORDER BY step DESC LIMIT {int(limit)}"
+        return [int(step) for (step,) in self._db.rows(sql, upper)]
+
+    def step_counts(self, steps: Collection[int]) -> dict[int, StepCounts]:
+        """Return the states and the mean reward of the rollouts in the batches of these steps. Reads these rollouts.
+
+        Steps without a batch are left out."""
+        sql = "SELECT step, state, max(batch_id), count(*), count(reward), sum(reward) FROM rollouts WHERE step IN"
+        found: dict[int, list[tuple[Any, ...]]] = {}
+        for some in parts(steps):
+            for step, *values in self._db.rows(f"{sql} ({marks(some)}) GROUP BY step, state", *some):
+                found.setdefault(int(step), []).append(tuple(values))
+        counts = dict[int, StepCounts]()
+        for step, rows in found.items():
+            num_rewards = sum(int(row[3]) for row in rows)
+            total = sum(float(row[4] or 0.0) for row in rows)
+            counts[step] = StepCounts(
+                step=step,
+                batch_id=max(str(row[1] or "") for row in rows),
+                states={str(row[0]): int(row[2]) for row in rows},
+                reward_mean=total / num_rewards if num_rewards else None,
+            )
+        return counts
+
     def find_rows(self, rollout_ids: Collection[str]) -> list[Row]:
         """Return the rows of these rollouts, in no particular order. Ids that do not exist are left out."""
         sql = f"SELECT {COLUMNS} FROM rollouts WHERE rollout_id IN"
@@ -94,6 +152,11 @@ class LedgerQueries:
         found = self._db.rows("SELECT rollout_id, data FROM blobs WHERE name = ?", QUARANTINE)
         return {i: _read(i, QUARANTINE, data, Quarantined) for i, data in sorted(found)}
 
+    def quarantine_of(self, rollout_id: str) -> Quarantined | None:
+        """Return the sign of cheating of a rollout, and its grade; None if there is no sign."""
+        data = self.get(rollout_id, QUARANTINE)
+        return None if data is None else _read(rollout_id, QUARANTINE, data, Quarantined)
+
     def count(self, *, after: int | None = None) -> int:
         """Return the number of rollouts ever admitted. Reads all rollouts.
 
@@ -104,7 +167,7 @@ class LedgerQueries:
         return open_now + int(self._value("SELECT count(*) FROM rollouts WHERE step > ?", after))
 
     def batched_repeatedly(self, rollout_ids: Collection[str]) -> set[str]:
-        """Return the ids of those rollouts that were in more than one batch, counting batches that a restart undid."""
+        """Return the ids of those rollouts that were in more than one batch. Batches that a restart undid count too."""
         sql = "SELECT rollout_id FROM transitions WHERE rollout_id IN (*) AND state = ? GROUP BY rollout_id"
         return self._among(rollout_ids, f"{sql} HAVING count(*) > 1", State.BATCHED)
 
@@ -174,7 +237,7 @@ class LedgerQueries:
         return self._among(group_ids, sql, *ENDED)
 
     def batched_groups(self, group_ids: Collection[str]) -> set[str]:
-        """Return the ids of those groups that were ever in a batch, counting batches that a restart undid."""
+        """Return the ids of those groups that were ever in a batch. Batches that a restart undid count too."""
         sql = "SELECT DISTINCT group_id FROM rollouts JOIN transitions USING (rollout_id) WHERE group_id IN (*)"
         return self._among(group_ids, f"{sql} AND transitions.state = ?", State.BATCHED)
 
@@ -208,7 +271,7 @@ class LedgerQueries:
         return [Version(*facts) for facts in self.recall("versions") or []]
 
     def wanted_files(self) -> set[tuple[str, int]]:
-        """Return (rollout id, attempt) of every rollout whose file may still be graded or read for a batch."""
+        """Return (rollout id, attempt) of every rollout whose file is still needed, for grading or for a batch."""
         stored = "rollout_id IN (SELECT rollout_id FROM blobs WHERE name = ?)"
         sql = f"SELECT rollout_id, attempt FROM rollouts WHERE {stored} OR state = ?"
         return {(rollout_id, int(attempt)) for rollout_id, attempt in self._db.rows(sql, FINISHED, State.RUNNING)}

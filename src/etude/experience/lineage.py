@@ -46,11 +46,11 @@ class Branches:
     """The published versions of the weights, and the distance of each one from the current weights.
 
     The lineage of the current weights is the sequence of versions that they were trained from. A version is in it if it
-    is of the current incarnation, or if the lineage has the same bytes at its step: steps that were repeated bit for
-    bit after a restart are not lost. Any other version is on a dead branch. Its distance from step n of the lineage is
-    the way back to the common ancestor and forward again: (step - ancestor) + (n - ancestor). In the lineage, the step
-    with this distance from step n is 2 * ancestor - step. It is called the *apparent step* of the version, and may be
-    negative.
+    is of the current incarnation (start of the run), or if the lineage has the same bytes at its step, since a restart
+    may repeat steps bit for bit. Any other version is on a dead branch. Its distance from step n of the lineage is the
+    number of steps back to the common ancestor plus the number of steps from there to n: (step - ancestor) + (n -
+    ancestor). The step of the lineage with the same distance from n is 2 * ancestor - step. It is called the *apparent
+    step* of the version, and may be negative.
 
     >>> def version(step, incarnation, bytes): return Version(step, incarnation * 8, bytes * 64)
     >>> first = [version(step, "a", "5678"[step]) for step in range(4)]

@@ -34,8 +34,8 @@ def paths(trace: Trace) -> Iterator[Path]:
     """Yield every path of a trace from root to leaf.
 
     Each sampled token is in the loss of exactly one path. A later path that shares turns with an earlier one (a
-    summary, a sub-agent) has these turns as context only. The tokens of turns that are not `trained` are in no
-    loss."""
+    summary, a sub-agent) has these turns as context only. The tokens of turns for which `trained` returns False are in
+    no loss."""
     seen = {at for at, turn in enumerate(trace.turns) if not trained(turn)}
     for leaf in trace.leaves():
         chain, path = trace.chain(leaf), trace.path(leaf)
@@ -93,9 +93,10 @@ def plan_batch(
 ) -> BatchPlan:
     """Plan the batch that produces version step `step`, trained at learner step `step - 1`.
 
-    Rewards are composed from the stored terms. Every rollout of the groups is consumed, and every token that a valid
-    rollout sampled counts in the divisor of the loss. So a batch with little signal has a small gradient, but not a
-    small step, since the optimiser divides by the gradient's recent size. A batch without samples changes no weight.
+    Rewards are composed from the stored terms. Every rollout of the groups is consumed, and the loss is divided by the
+    number of all tokens that valid rollouts sampled. So a batch with little signal has a small gradient. Its step need
+    not be small, since the optimiser divides by the recent size of gradients. A batch without samples changes no
+    weight.
 
     - `max_lag`: the largest allowed age of a token in steps. `straggler`: MASK masks older tokens; with WAIT they are
       an error. Older tokens that were sampled before a restart went back to an earlier step are masked in any case.
@@ -105,8 +106,8 @@ def plan_batch(
       number, at most 1 (`Batch.lr_share`).
     - `min_group_size`: the number of rollouts in the first stage of a group (`credit.staged_credit`); 0: one stage.
 
-    A rollout with a token beyond the lag bound is in no preference pair: its pair would compare a part of a rollout,
-    without the masked tokens, with a whole one.
+    A rollout with tokens that are too old is in no preference pair: without its masked tokens, it cannot be compared
+    with a complete rollout.
 
     Raises `EtudeError` when a reward or an advantage is not finite."""
     members = [
@@ -178,7 +179,7 @@ def _too_old(group: Group, learner_step: int, max_lag: int) -> list[str]:
 
 
 def exceeds_lag(oldest_steps: Iterable[int], learner_step: int, max_lag: int) -> bool:
-    """Return whether one of these version steps is beyond the lag bound of a step trained at `learner_step`."""
+    """Return whether one of these version steps is more than `max_lag` steps older than `learner_step`."""
     return any(learner_step - step > max_lag for step in oldest_steps)
 
 
@@ -232,8 +233,8 @@ def samples_of(
     """Make the samples of one rollout of a plan from its trace. Returns pairs (index of the path's last turn, sample).
 
     A rollout that was summarised has a sample for each of its conversations; each sampled token is in one of them, with
-    the advantage of its rollout or turn. Tokens that are too old are masked, and so are refused summaries if the
-    advantage is positive, since they did not contribute to it. The list is empty if the rollout has no credit
+    the advantage of its rollout or turn. Tokens that are too old are masked. Refused summaries are masked if the
+    advantage is positive, since they did not contribute to the success. The list is empty if the rollout has no credit
     (`Member.credited`), or if no token with loss is left. `temperature`: the sampling temperature of the run.
     `hint_format`: needed if the member has hints; raises `ValueError` without it."""
     if not member.credited:
@@ -306,10 +307,10 @@ def step_metrics(plan: BatchPlan, batch: BatchRef) -> dict[str, Any]:
 
     They are reward_mean, best_of_k, num_groups, no_signal_share (share of the groups without credit), lag, token_lag,
     invalid, turns_mean, sampled_mean, masked_share, not_plain_share, and, where the rewards have hints, hints and
-    unplaced_hints (`BatchRef.num_hints`, `num_unplaced_hints`). Of the tokens with an advantage, masked_share is the
-    share without loss because they are too old, and not_plain_share the share without loss because of how they were
-    sampled (`Sampling.plain`). Rewards are those before the KL penalty. Lags cover all valid rollouts, as they were
-    sampled. Means are 0.0 if there is no valid rollout."""
+    unplaced_hints (`BatchRef.num_hints`, `num_unplaced_hints`). masked_share is the share of the tokens with an
+    advantage that are not in the loss because they are too old; not_plain_share is the share that are not in it because
+    of their sampling parameters (`Sampling.plain`). Rewards are before the KL penalty. Lags are of all valid rollouts,
+    trained on or not. Means are 0.0 if there is no valid rollout."""
     groups = plan.judged
     valid = [rollout for judged in groups.values() for rollout, _ in judged]
     rewards = [[reward.raw for _, reward in judged] for judged in groups.values()]

@@ -24,7 +24,7 @@ def redacted_url(url: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's message in one line of at most 300 characters."""
+    """Return the message of an error as one line of at most 300 characters."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 

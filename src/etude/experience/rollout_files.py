@@ -23,7 +23,8 @@ from etude.records.summary import RolloutSummary, StoredFile
 from etude.records.wire import pack, unpack
 
 SUFFIX = ".rollout"
-HEAD = b"etude-rollout 2\n"
+FORMAT = 2
+HEAD = b"etude-rollout %d\n" % FORMAT
 """The first line of a file: its format. Files of format 1 do not have it."""
 T = TypeVar("T")
 
@@ -41,7 +42,7 @@ class RolloutFiles:
         self.folder = folder
 
     def path(self, rollout_id: str, attempt: int) -> Path:
-        """Return the path of the file of one attempt at a rollout."""
+        """Return the path of the file with one attempt of a rollout."""
         return self.folder / f"{rollout_id}.{attempt}{SUFFIX}"
 
     def write(self, rollout: Rollout, *, durable: bool = True) -> StoredFile:
@@ -130,7 +131,7 @@ class RolloutFiles:
             return []
 
     def keep_only(self, names: Collection[str], wanted: Collection[tuple[str, int]]) -> int:
-        """Delete those of the named files that are not wanted, and return the number of deleted files.
+        """Delete the files in `names` that are not in `wanted`, and return the number of deleted files.
 
         `names`: the result of `names()`. `wanted`: (rollout id, attempt) of every file to keep."""
         keep, gone = {f"{rollout_id}.{attempt}{SUFFIX}" for rollout_id, attempt in wanted}, 0

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from etude.errors import EtudeError, LedgerError, StoreError
 from etude.experience.database import FORMAT, INDEXES, NoLedger, check_format
 from etude.experience.sqlite_integrity import has_sums, keep_sums, lost_frames, wrong_rows
+from etude.sqlite_reading import has_log
 
 BUSY_TIMEOUT_S = 10.0
 _HINT_COPY = "restore the run folder from a copy"
@@ -73,7 +74,7 @@ class SqliteDatabase:
             )
         try:
             mode = "ro" if readonly else "rwc"
-            alone = "&immutable=1" if readonly and immutable and not _has_log(path) else ""
+            alone = "&immutable=1" if readonly and immutable and not has_log(path) else ""
             where = f"{path.absolute().as_uri()}?mode={mode}{alone}"
             self._connection = sqlite3.connect(
                 where, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
@@ -158,7 +159,7 @@ class SqliteDatabase:
             raise _map_error(self.path, error) from error
 
     def verify(self) -> None:
-        """Read the whole file once; takes a second for some hundred MB.
+        """Read the whole file once; takes about a second for a few hundred MB.
 
         Raises `LedgerError` for a damaged page, index, constraint or value, or a damaged part of the write-ahead log.
         """
@@ -179,13 +180,6 @@ class SqliteDatabase:
 
     def close(self) -> None:
         self._connection.close()
-
-
-def _has_log(path: Path) -> bool:
-    try:
-        return Path(f"{path}-wal").stat().st_size > 0
-    except FileNotFoundError:
-        return False
 
 
 def _map_error(path: Path, error: sqlite3.DatabaseError | OSError) -> EtudeError:

@@ -30,7 +30,8 @@ CREATE TABLE {SUMS} (
 
 
 def row_crc(*values: object) -> int:
-    """Return the CRC-32 of a row's values. Values of different types, or divided differently, give different CRCs.
+    """Return the CRC-32 of a row's values. The CRC depends on the types of the values and on where one value ends and
+    the next begins.
 
     >>> row_crc("a", 1) != row_crc("a1") != row_crc("a", 2) != row_crc("a", "2")
     True

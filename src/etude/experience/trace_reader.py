@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -102,7 +103,7 @@ class RecordedTree:
 class RecordedStep:
     """A recorded step with all turns of its rollouts, from which its rewards and its batch can be computed again.
 
-    `rewards`: the settings by which they were composed and credited (`BatchPlan.rewards`); empty in old files.
+    `rewards`: the settings from which rewards and advantages were computed (`BatchPlan.rewards`); empty in old files.
     `temperature`: the sampling temperature of the run. `digest`: the `batch_digest` of the batch."""
 
     batch_id: str
@@ -260,6 +261,14 @@ def _read(path: TraceFile, columns: Mapping[int, list[str]] | None = None) -> tu
         raise _damaged(path, error) from error
 
 
+def read_format(path: pathlib.Path) -> int:
+    """Read the format number of a trace file. Raises `ValueError` if it is no trace."""
+    facts = json.loads((pq.read_schema(path).metadata or {}).get(METADATA_KEY, b"{}"))
+    if not isinstance(facts, dict) or not isinstance(facts.get("format"), int):
+        raise ValueError("its metadata names no format of a trace")
+    return int(facts["format"])
+
+
 def _table(handle: BinaryIO, columns: Mapping[int, list[str]] | None) -> tuple[pa.Table, dict[str, Any]]:
     with pq.ParquetFile(handle, page_checksum_verification=True, pre_buffer=False) as file:
         schema = file.schema_arrow
@@ -268,7 +277,11 @@ def _table(handle: BinaryIO, columns: Mapping[int, list[str]] | None) -> tuple[p
         if not isinstance(facts, dict) or any(not isinstance(facts.get(k), t) for k, t in kinds.items()):
             raise ValueError("its columns are not those of a trace, or its metadata is incomplete")
         if facts["format"] not in (1, *_SCHEMAS):
-            raise ValueError(f"it has format {facts['format']}, and this version of etude supports 1 to {FORMAT}")
+            raise LedgerError(
+                f"a trace has format {facts['format']}",
+                f"{getattr(handle, 'name', 'it')}; this version of etude reads formats 1 to {FORMAT}",
+                hint="use the etude version that wrote it",
+            )
         if facts["format"] != 1 and not schema.equals(_SCHEMAS[facts["format"]], check_metadata=False):
             raise ValueError("its columns are not those of a trace")
         table = file.read(columns=columns and columns[facts["format"]], use_threads=False)

@@ -92,7 +92,7 @@ ARRAYS = ("prompt_ids", "token_ids", "logprobs", "routes", "mask", "advantages",
 
 @dataclass(frozen=True)
 class StoredTrace:
-    """The trace file of one step in a blob store, with the methods of `pathlib.Path` that this module uses."""
+    """The trace file of one step in a blob store, with those methods of `pathlib.Path` that `etude.experience` uses."""
 
     store: BlobStore
     name: str
@@ -120,10 +120,10 @@ class StoredTrace:
         self.store.delete(self.name)
 
     def replace(self, data: bytes) -> None:
-        """Write the trace, and replace a different one.
+        """Write the trace. A trace with other bytes is replaced.
 
-        Objects are immutable, so different bytes are deleted first. A kill in between loses nothing: such a step has
-        not been trained yet."""
+        Objects are immutable, so different bytes are deleted first. If the process is killed in between, nothing is
+        lost, since the step has not been trained on yet."""
         if self.exists() and self.store.get(self.name) != data:
             self.store.delete(self.name)
         self.store.put(self.name, data)

@@ -17,7 +17,8 @@ class State(enum.StrEnum):
     - HELD: it has a task and a slot, and waits until the first siblings of its group have ended.
     - ADMITTED: it has a task and a slot, and waits for a worker. RUNNING: a worker runs it.
     - GRADED: it is graded and stored, and waits for its batch. BATCHED: it is in the batch of a step.
-    - TRAINED, NO_SIGNAL: a step in the lineage of the current weights consumed it, with or without a gradient.
+    - TRAINED, NO_SIGNAL: the current weights were trained on its batch. TRAINED: with a sample of it. NO_SIGNAL:
+      without one, since its advantage was 0.
     - INVALID: it failed for reasons outside the agent; kept, never trained on.
     - REQUEUED: it will be run again, or its stored outcome will be used again.
     - QUARANTINED: its record cannot be read or trusted; kept, never trained on.
@@ -106,5 +107,5 @@ def check(rollout_id: str, origin: State, to: State, reason: str) -> None:
         raise LedgerError(
             f"rollout {rollout_id} cannot end as {to}",
             "a terminal state needs a reason",
-            hint="give a reason in one line",
+            hint="pass `reason`, a text of one line",
         )

@@ -18,8 +18,8 @@ _LATENCY_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
 class Metrics:
-    """The metrics of a gateway, for Prometheus. If the package prometheus_client is not installed, nothing is
-    counted."""
+    """The metrics of a gateway, for Prometheus. Nothing is counted if the package prometheus_client is not
+    installed."""
 
     def __init__(self) -> None:
         try:
@@ -40,6 +40,7 @@ class Metrics:
         self._running = self._make(library.Gauge, "running", "Answers that are being sampled", "model")
         self._waiting = self._make(library.Gauge, "waiting", "Requests that wait to run", "model")
         self._captured = self._make(library.Gauge, "capture", "Answers since the start, by what became of them", "what")
+        self._signals = self._make(library.Gauge, "signals", "Signals since the start, by what became of them", "what")
 
     def _make(self, kind: Any, name: str, about: str, *labels: str, **options: Any) -> Any:
         return kind(f"etude_gateway_{name}", about, labels, registry=self.registry, **options)
@@ -60,13 +61,16 @@ class Metrics:
         ):
             self._labelled(self._tokens, kind).inc(number)
 
-    def page(self, models: dict[str, tuple[int, int]], captured: Mapping[str, int]) -> tuple[bytes, str]:
+    def page(
+        self, models: dict[str, tuple[int, int]], *, captured: Mapping[str, int], signals: Mapping[str, int]
+    ) -> tuple[bytes, str]:
         """Return the page that Prometheus reads, and its content type.
 
         `models` maps the name of each model to its numbers of (running, waiting) answers. `captured` has the counts of
-        the gateway's recorder."""
-        for name, number in captured.items():
-            self._captured.labels(name).set(number)
+        the gateway's recorder, and `signals` those of its receiver of feedback."""
+        for gauge, counts in ((self._captured, captured), (self._signals, signals)):
+            for name, number in counts.items():
+                gauge.labels(name).set(number)
         for name, (running, waiting) in models.items():
             self._running.labels(name).set(running)
             self._waiting.labels(name).set(waiting)
@@ -81,7 +85,7 @@ class Record:
     - `began`: when the request arrived, by `time.perf_counter`.
     - `key`: the API key that was used; None without one.
     - `first_s`: seconds until the first event of a stream; None for other requests.
-    - `spent`: the tokens that it has taken so far.
+    - `spent`: the tokens that the request has taken so far.
     - `ended`: whether `end` was called."""
 
     method: str
@@ -96,7 +100,7 @@ class Record:
     def end(self, status: int, metrics: Metrics) -> None:
         """Log and count the request, and add its tokens to those of its key. Later calls have no effect.
 
-        `status` is the HTTP status of the response, or 499 if the client left before its end."""
+        `status` is the HTTP status of the response, or 499 if the client disconnected before its end."""
         if self.ended:
             return
         self.ended = True

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 from etude.capture import Chat, Cut, Message, ParsedReply, cut_at_stop
 from etude.capture.streams import split_unfinished
 from etude.capture.summaries import Shortened
-from etude.records.completion import Completion, StopReason
+from etude.records.completion import Completion, Sampling, StopReason
 from etude.records.wire import I32
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """The identity of one response: `id` (32 hex characters), `model` (its name for clients), `created` (Unix time in
-    s)."""
+    """The identity of one response: `id` (hexadecimal, 32 characters or more), `model` (its name for clients),
+    `created` (Unix time in s)."""
 
     id: str
     model: str
@@ -44,7 +44,7 @@ class SummaryUse:
 
 @dataclass(slots=True)
 class Spent:
-    """The tokens that a request has taken so far, also when it ends without a whole answer.
+    """The tokens that a request has taken so far. They count even if the request ends without a complete answer.
 
     - `prompt`: tokens of the prompt.
     - `cached`: tokens of the prompt whose KV was reused.
@@ -74,7 +74,7 @@ class Answer:
     - `calls`: tool calls, each as ``{"name": str, "arguments": dict}``.
     - `finish`: "stop", "length" or "tool_calls".
     - `prompt_ids`: the token ids that the model read, [P] int32.
-    - `completion`: what the policy returned, up to the end of a stop text.
+    - `completion`: what the policy returned, up to the end of a stop text; `sampling`: how it was sampled.
     - `summaries`: the summaries in the prompt (`SummaryUse`).
     - `logprobs`: log-probabilities of the sampled tokens up to a stop text or the stop token. None: the client did not
       ask for them.
@@ -86,6 +86,7 @@ class Answer:
     finish: str
     prompt_ids: I32
     completion: Completion
+    sampling: Sampling
     logprobs: list[TokenLogprob] | None = None
     summaries: SummaryUse = SummaryUse()
     cut: Cut | None = None
@@ -97,14 +98,15 @@ class Answer:
 
     @property
     def fingerprint(self) -> str | None:
-        """The version of the weights that sampled the last token, as text; None if no token was sampled."""
+        """The version of the weights that sampled the last token, as text (`system_fingerprint` in OpenAI's API); None
+        if no token was sampled."""
         spans = self.completion.spans
         return str(spans[-1].version) if spans else None
 
     def message(self) -> Message:
         """Return the message as a later request will repeat it, in the form of `ChatRequest.messages`.
 
-        The gateway records the turn under this message and so finds it again."""
+        The gateway records the turn under this message, to find the turn when a later request repeats it."""
         calls = [{"type": "function", "function": call} for call in self.calls]
         return {"role": "assistant", "content": self.text} | ({"tool_calls": calls} if calls else {})
 
@@ -127,6 +129,7 @@ def make_answer(
     signatures: Any,
     stop: Sequence[str],
     prompt_ids: I32,
+    sampling: Sampling,
     reply: ParsedReply | None = None,
     cut: Cut | None = None,
     logprobs: bool = False,
@@ -136,7 +139,7 @@ def make_answer(
 
     - `signatures`: the tools, as returned by `chat.signatures`; None: the completion is taken as plain text.
     - `stop`: the stop texts.
-    - `prompt_ids`: the token ids that the model read, [P] int32.
+    - `prompt_ids`: the token ids that the model read, [P] int32. `sampling`: how the completion was sampled.
     - `reply`: the parsed completion; None: `chat` parses it.
     - `cut`: how a stop text cuts the completion off, if known.
     - `logprobs`: whether the answer has log-probabilities.
@@ -168,6 +171,7 @@ def make_answer(
         finish="tool_calls" if calls else "length" if length else "stop",
         prompt_ids=prompt_ids,
         completion=completion,
+        sampling=sampling,
         summaries=summaries,
         logprobs=_logprobs(completion, chat, cut) if logprobs else None,
         cut=cut,

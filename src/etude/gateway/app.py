@@ -36,6 +36,7 @@ from etude.gateway.access_log import Metrics, Record, logger
 from etude.gateway.config import GatewayConfig
 from etude.gateway.dialects import DIALECTS, Dialect, messages, new_head
 from etude.gateway.errors import RequestRefused, from_error, invalid_request, stopping
+from etude.gateway.feedback import take_signals
 from etude.gateway.http import (
     BROKEN,
     HANDLERS,
@@ -48,9 +49,9 @@ from etude.gateway.http import (
 from etude.gateway.keys import Keys, KeyUse
 from etude.gateway.model import ServedModel
 from etude.gateway.pump import EventPump, EventResponse
-from etude.gateway.recording import USER, offer_answers, offering
+from etude.gateway.recording import USER, offer_answers, offering, sender
 from etude.gateway.requests import ChatRequest, check_names, check_results
-from etude.seams import AnswerRecorder
+from etude.seams import AnswerRecorder, FeedbackReceiver
 
 SUMMARIES = "x-etude-summaries"
 """The header with which a client allows summaries of its conversation ("on", the default) or not ("off")."""
@@ -69,19 +70,25 @@ def create_app(
     keys: Keys | None = None,
     recorder: AnswerRecorder | None = None,
     router: Router | None = None,
+    feedback: FeedbackReceiver | None = None,
 ) -> Starlette:
     """Return the ASGI app that serves models over OpenAI's and Anthropic's APIs. Run it with `serving`.
 
-    Clients must send one of `keys`. With None, only requests to a loopback host name (such as localhost) are
-    answered. `recorder` receives every complete answer. `router` decides for each request of a named user which model
-    answers it; None: the one that the client names. A request that has begun stays with its model."""
-    gateway = Gateway(models, config=config, keys=keys, recorder=recorder, router=router)
+    - `keys`: clients must send one of them. None: only requests to a loopback host name (such as localhost) are
+      answered.
+    - `recorder`: receives every complete answer.
+    - `router`: chooses the model for each request that names a user; the choice does not change during the request.
+      None: the model that the client names answers.
+    - `feedback`: makes the ids of responses, and receives signals about them (POST /v1/feedback). None: there is no
+      such route."""
+    gateway = Gateway(models, config=config, keys=keys, recorder=recorder, router=router, feedback=feedback)
     routes = [
         Route("/health", gateway.health),
         Route("/metrics", gateway.metrics_page),
         Route("/v1/models", gateway.list_models),
         Route("/v1/models/{name:path}", gateway.one_model),
         Route("/v1/messages/count_tokens", gateway.count_tokens, methods=["POST"]),
+        Route("/v1/feedback", gateway.feedback, methods=["POST"]),
         *(
             Route(dialect.path, partial(gateway.complete, name=name), methods=["POST"], name=name)
             for name, dialect in DIALECTS.items()
@@ -117,13 +124,15 @@ class Gateway:
         keys: Keys | None = None,
         recorder: AnswerRecorder | None = None,
         router: Router | None = None,
+        feedback: FeedbackReceiver | None = None,
     ) -> None:
         self.config, self._router = config or GatewayConfig(), router
         self.models = {model.name: model for model in models}
         self.metrics = Metrics()
         self.num_open = 0  # requests that are not answered to their end
         self._short_bytes = _SHORT_BYTES
-        self._recorder = recorder
+        self._recorder, self._feedback = recorder, feedback
+        self._recorders = [one for one in (recorder, feedback) if one is not None]
         self._keys, self._draining, self._empty = keys, False, asyncio.Event()
 
     async def drain(self, deadline_s: float) -> None:
@@ -148,7 +157,9 @@ class Gateway:
             raise RequestRefused(404, message, code="not_found")
         captured = {} if self._recorder is None else self._recorder.counts()
         page, content_type = self.metrics.page(
-            {m.name: (m.num_running, m.num_waiting) for m in self.models.values()}, captured
+            {m.name: (m.num_running, m.num_waiting) for m in self.models.values()},
+            captured=captured,
+            signals={} if self._feedback is None else self._feedback.counts(),
         )
         return Response(page, headers={"content-type": content_type})
 
@@ -166,15 +177,26 @@ class Gateway:
 
     async def complete(self, request: Request, name: str) -> Response:
         """Answer a request in the dialect `name` ("chat", "text", "responses" or "messages"): sample the answers and
-        send them."""
+        return the response."""
         return await self._recorded(request, name, partial(self._complete, dialect=DIALECTS[name]))
 
     async def count_tokens(self, request: Request) -> Response:
         """Answer POST /v1/messages/count_tokens with the number of tokens of the prompt in the body."""
         return await self._recorded(request, "count_tokens", self._count_tokens)
 
-    async def _recorded(self, request: Request, dialect: str, work: Callable[..., Any]) -> Response:
-        """Run a handler, log and count its request, and keep it open until its response has ended."""
+    async def feedback(self, request: Request) -> Response:
+        """Answer POST /v1/feedback: take signals about answers. They do not count for the limits of the key."""
+        return await self._recorded(request, "feedback", self._take_signals, limited=False)
+
+    async def _take_signals(self, request: Request, record: Record) -> Response:
+        return await take_signals(self._feedback, request, sender(request, record))
+
+    async def _recorded(
+        self, request: Request, dialect: str, work: Callable[..., Any], *, limited: bool = True
+    ) -> Response:
+        """Run a handler, log and count its request, and keep it open until its response has ended.
+
+        `limited`: whether the request counts for the limits of its key."""
         record = Record(request.method, dialect)
         self.num_open += 1
 
@@ -191,7 +213,7 @@ class Gateway:
             record.key = self._admit(request)
             if self._draining:
                 raise stopping()
-            if record.key is not None:
+            if record.key is not None and limited:
                 record.key.add_request()
             if not request.headers.get("content-type", "").startswith("application/json"):
                 message = "send the body as content-type: application/json"
@@ -224,15 +246,16 @@ class Gateway:
 
     async def _complete(self, request: Request, record: Record, dialect: Dialect) -> Response:
         parsed, model = await self._parsed(request, record, dialect.read)
-        head = new_head(parsed)
+        named = "" if self._feedback is None else self._feedback.new_id(*sender(request, record), model.name)
+        head = new_head(parsed, named)
         if not parsed.stream:
             answers = await run_until_disconnect(request, model.answer(parsed, record.spent))
-            if self._recorder is not None:
-                offer_answers(self._recorder, request, record, parsed, head, enumerate(answers))
+            if self._recorders:
+                offer_answers(self._recorders, request, record, parsed, head, enumerate(answers))
             return json_response(dialect.body(parsed, head, answers))
         parts = model.stream(parsed, record.spent)
-        if self._recorder is not None:
-            parts = offering(parts, partial(offer_answers, self._recorder, request, record, parsed, head))
+        if self._recorders:
+            parts = offering(parts, partial(offer_answers, self._recorders, request, record, parsed, head))
         pump = EventPump(parts, dialect.stream(parsed, head, model.chat), record)
         try:
             end = record.began + self.config.deadline_s

@@ -95,9 +95,9 @@ def context_exceeded(
 def from_error(error: EtudeError) -> RequestRefused:
     """Convert an error that was raised while a request was served into the `RequestRefused` that the client gets.
 
-    `ContextFull` becomes HTTP 400, as does `MalformedRequest`, such as an invalid grammar. Another `EngineError` (no
-    engine could answer) becomes 503, and any other error 400. For `MalformedRequest` the client gets only the facts and
-    the hint, since `what` has the engine's internal id of the request."""
+    `ContextFull` and `MalformedRequest` (such as an invalid grammar) become HTTP 400. Any other `EngineError` means
+    that no engine could answer, and becomes 503. All other errors become 400. For `MalformedRequest` the client gets
+    only the facts and the hint, since `what` contains the engine's internal id of the request."""
     message = f"{error.what}{': ' + error.facts if error.facts else ''}"
     if isinstance(error, ContextFull):
         return RequestRefused(400, message, code="context_length_exceeded", param="messages")

@@ -40,8 +40,8 @@ def is_loopback(host: str) -> bool:
 
 
 def is_local(request: Request) -> bool:
-    """Return whether the request's Host header has a loopback name. Without a valid one, the address of the server
-    counts."""
+    """Return whether the request's Host header has a loopback name. Without a valid Host header, the server's address
+    is checked instead."""
     server = request.scope.get("server")
     return _is_local(request.headers.get("host"), None if server is None else tuple(server))
 
@@ -57,8 +57,8 @@ def _is_local(header: str | None, server: tuple[str, int | None] | None) -> bool
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the body of a request. Raises `RequestRefused` (HTTP status 413) for one of more than `max_bytes`, and
-    `ClientDisconnect`."""
+    """Return the body of a request. Raises `RequestRefused` (HTTP status 413) if it has more than `max_bytes` bytes,
+    and `ClientDisconnect` if the client disconnects."""
     parts: list[bytes] = []
     num_bytes, more = 0, True
     while more:
@@ -119,7 +119,8 @@ async def _failed(request: Request, error: Exception) -> Response:
 async def _no_route(request: Request, error: Exception) -> Response:
     status, path = getattr(error, "status_code", 404), request.scope["path"]
     what = f"{request.method} {path[:200]} is not offered"
-    offered = ["/health", "/metrics", "/v1/models", "/v1/messages/count_tokens", *(d.path for d in DIALECTS.values())]
+    offered = ["/health", "/metrics", "/v1/models", "/v1/messages/count_tokens", "/v1/feedback"]
+    offered += [d.path for d in DIALECTS.values()]
     if path in offered:
         hint = "send GET" if request.method == "POST" else "send POST"
     else:
@@ -146,7 +147,11 @@ async def serving(app: Starlette, *, config: GatewayConfig) -> AsyncIterator[str
     address. At exit, new requests get status 503, and running ones have `config.drain_s` seconds to end."""
     if not app.state.needs_key and not is_loopback(config.host):
         hint = "give a key (--key, or ETUDE_API_KEY), or keep --host 127.0.0.1"
-        raise ConfigError(f"host {config.host!r} is open to the network", "there is no key", hint=hint)
+        raise ConfigError(
+            f"host {config.host!r} is open to the network",
+            "no API key is configured, so anybody could send requests",
+            hint=hint,
+        )
     async with run_http_server(app, bind(config.host, config.port), name="the gateway", grace_s=1) as url:
         try:
             yield f"{url}/v1"

@@ -45,7 +45,8 @@ class KeyUse:
         self._day, self.num_tokens = 0, 0
 
     def add_request(self) -> None:
-        """Count a request. If a limit is reached, count nothing and raise `RequestRefused` (HTTP status 429)."""
+        """Count a request. Raises `RequestRefused` (HTTP status 429), and counts nothing, if a limit of the key is
+        reached."""
         now, limits = self._clock(), self.limits
         if limits.tokens_per_day and self._tokens_of_today(now) >= limits.tokens_per_day:
             message = f"the key {self.name!r} has used its {limits.tokens_per_day} tokens of today (UTC)"

@@ -46,7 +46,7 @@ _SHORT_CHARS = 16_384  # new text that is rendered and tokenised without a threa
 class PendingRequest:
     """A tokenised request, ready for the policy.
 
-    - `parsed`: the client's request; `request`: the one for the policy.
+    - `parsed`: the client's request; `request`: the request to the policy.
     - `signatures`: the tools; None: the completion is not searched for tool calls.
     - `prompt`: the place in the tree of conversations at which the completion is recorded; None for a text request.
     - `summaries`: the summaries in the prompt."""
@@ -65,8 +65,8 @@ class ServedModel:
     - `chat`: converts messages to tokens and back.
     - `name`: the model name that clients send.
     - `context_tokens`: the most tokens of prompt and answer together.
-    - `summaries`: the limits with which the model was trained to summarise long conversations. It then summarises here
-      too. None: it was not trained to."""
+    - `summaries`: the limits with which the model was trained to summarise long conversations. It then summarises
+      conversations of clients too. None: it was not trained to summarise."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class ServedModel:
     async def answer(self, parsed: ChatRequest, spent: Spent | None = None) -> list[Answer]:
         """Sample the answers to a request, as many as its `n`, and add the tokens that they take to `spent`.
 
-        Raises `RequestRefused`, and what the policy raises."""
+        Raises `RequestRefused`, and the errors of the policy."""
         spent = spent or Spent()
         await self._check(parsed)
         if parsed.n == 1:
@@ -149,7 +149,7 @@ class ServedModel:
 
         The first part is the token ids of the prompt, [P] int32. Each other part is (number of the answer, X), where X
         is a list of newly sampled token ids or, at the end of an answer, the complete `Answer`. Raises
-        `RequestRefused`, and what the policy raises."""
+        `RequestRefused`, and the errors of the policy."""
         spent = spent or Spent()
         await self._check(parsed)
         if parsed.n == 1:
@@ -340,6 +340,7 @@ class ServedModel:
             signatures=pending.signatures,
             stop=pending.parsed.stop,
             prompt_ids=pending.request.prompt_ids,
+            sampling=pending.request.sampling,
             logprobs=pending.parsed.top_logprobs is not None,
             summaries=pending.summaries,
         )

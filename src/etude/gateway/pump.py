@@ -24,7 +24,7 @@ _MAX_QUEUED = 64  # parts of a stream that wait for a client that reads slowly
 
 
 class EventPump:
-    """Samples the answers to one request in an asyncio task, which lets a bounded number of events wait.
+    """Samples the answers to one request in an asyncio task, and queues a bounded number of events.
 
     - `parts`: what `ServedModel.stream` returns.
     - `stream`: turns the parts into events.
@@ -45,8 +45,8 @@ class EventPump:
     async def first(self, ping_s: float) -> bytes:
         """Wait for the first sampled token, at most `ping_s` seconds, and return the events up to it.
 
-        If none is sampled in this time, return the events that come before the first token, or a keep-alive event.
-        Raises what the sampling raises."""
+        If no token is sampled in this time, return the events that come before the first token, or a keep-alive event.
+        Raises the errors of the sampling."""
         events = await self._take(ping_s)
         if events is None:
             return self._take_begun() or self.stream.ping
@@ -141,12 +141,13 @@ class EventPump:
 
 
 class EventResponse(StreamingResponse):
-    """The HTTP response that sends the events of a pump. At its end it closes the pump, also if it fails at once.
+    """The HTTP response that sends the events of a pump. At its end it closes the pump, even if it fails before the
+    first event.
 
     `first` are the events that `EventPump.first` has returned. `end`, `ping_s` and `late` are those of
     `EventPump.events`. When the server cancels the response, it ends with an error. The attribute `at_end` is a
-    function that is called with the status to log when the response has ended and nothing is sampled any more: 499 if
-    the client left before the last event."""
+    function that is called when the response has ended and the sampling has stopped. Its argument is the status to log:
+    499 if the client disconnected before the last event."""
 
     def __init__(self, pump: EventPump, first: bytes, *, end: float, ping_s: float, late: RequestRefused) -> None:
         self._pump = pump

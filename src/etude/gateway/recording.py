@@ -1,9 +1,9 @@
-"""Offers complete answers to the gateway's recorder, with who asked and what the model read and sampled."""
+"""Offers complete answers to the gateway's recorders, with who asked and what the model read and sampled."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 
 from starlette.requests import Request
@@ -22,37 +22,45 @@ WITHOUT_KEY = "local"
 
 
 def offer_answers(
-    recorder: AnswerRecorder,
+    recorders: Sequence[AnswerRecorder],
     request: Request,
     record: Record,
     parsed: ChatRequest,
     head: ResponseHead,
     answers: Iterable[tuple[int, Answer]],
 ) -> None:
-    """Offer the answers to a request, each with its number."""
+    """Pass the answers to a request to the recorders. `answers`: pairs (number of the answer, answer)."""
+    organisation, user = sender(request, record)
     for index, answer in answers:
-        recorder.offer(
-            ServedAnswer(
-                response_id=head.id,
-                index=index,
-                organisation=WITHOUT_KEY if record.key is None else record.key.name,
-                user=request.headers.get(USER, ""),
-                model=record.model,
-                dialect=record.dialect,
-                at=time.time(),
-                messages=parsed.messages if parsed.prompt is None else parsed.prompt,
-                reply=answer.message(),
-                finish=answer.finish,
-                prompt_ids=answer.prompt_ids,
-                completion=answer.completion,
-            )
+        served = ServedAnswer(
+            response_id=head.id,
+            index=index,
+            organisation=organisation,
+            user=user,
+            model=record.model,
+            dialect=record.dialect,
+            at=time.time(),
+            messages=parsed.messages if parsed.prompt is None else parsed.prompt,
+            reply=answer.message(),
+            finish=answer.finish,
+            prompt_ids=answer.prompt_ids,
+            completion=answer.completion,
+            sampling=answer.sampling,
         )
+        for recorder in recorders:
+            recorder.offer(served)
+
+
+def sender(request: Request, record: Record) -> tuple[str, str]:
+    """Return the organisation and the user ("": not named) that a request is of."""
+    return WITHOUT_KEY if record.key is None else record.key.name, request.headers.get(USER, "")
 
 
 async def offering(
     parts: AsyncGenerator[StreamPart], offer: Callable[[Iterable[tuple[int, Answer]]], None]
 ) -> AsyncGenerator[StreamPart]:
-    """Yield the parts of a stream (`ServedModel.stream`), and offer each answer when it is complete."""
+    """Yield the parts of a stream (`ServedModel.stream`) unchanged, and call `offer` with each answer when it is
+    complete."""
     async with aclosing(parts):
         async for part in parts:
             if isinstance(part, tuple) and isinstance(part[1], Answer):

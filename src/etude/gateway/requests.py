@@ -38,7 +38,7 @@ class ChatRequest:
     - `n`: the number of answers.
     - `max_tokens`: the most tokens to sample; None leaves the limit to the gateway. With `clamp` it is lowered to what
       the context has left; otherwise a request that does not fit is refused.
-    - `seed`: None means a random seed.
+    - `seed`: the seed of the sampling; None: a random one.
     - `stop`: the answer is cut off before the first of these texts.
     - `include_usage`: a stream ends with the token counts.
     - `return_token_ids`: the response also has the token ids of prompt and answer.
@@ -88,8 +88,7 @@ class BodyDecoder(Generic[B]):
     """A decoder of a dialect's JSON bodies. It parses each body only once.
 
     - `kind`: the struct of a body.
-    - `neutral`: known parameters that are not supported, each with the values that are accepted, as they have no
-      effect.
+    - `neutral`: parameters that are not supported, each with the values that are accepted because they have no effect.
     - `harmless`: parameters that are ignored.
 
     Any other parameter that is not a field of `kind` is refused."""
@@ -155,7 +154,8 @@ def check_names(tools: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_results(messages: Sequence[Message], where: str) -> None:
-    """Check that each tool call has one result, after it, and each result a call. Raises `RequestRefused`.
+    """Check that each tool call has exactly one result, which comes after it, and each result has a call. Raises
+    `RequestRefused` otherwise.
 
     A call without an id matches any result, and a result without an id any call. `where`: the field of the body with
     the messages."""
@@ -197,8 +197,9 @@ SAMPLING = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", 
 
 
 def read_sampling(body: msgspec.Struct) -> dict[str, Any]:
-    """Check the sampling parameters of a body, and return by name those whose value has an effect. Raises
-    `RequestRefused`."""
+    """Check the sampling parameters of a body. Returns those whose value has an effect, by name.
+
+    Raises `RequestRefused` for a value out of range."""
     for name, (low, high) in RANGES.items():
         check_range(name, getattr(body, name, None), low, high)
     found: dict[str, Any] = {}
@@ -240,8 +241,8 @@ def _decode_value(raw: msgspec.Raw) -> Any:
 class ParseCache(Generic[P, V]):
     """A thread-safe cache of parsed values by their JSON text, since each request repeats all earlier messages.
 
-    `decoder` parses one value, and `convert` turns it into what is kept. The second argument of `convert` is the place
-    in the body, for errors. When the JSON texts exceed `max_bytes`, the least recently read values are dropped."""
+    `decoder` parses one value, and `convert(value, place)` turns it into the value to keep; `place` is its position in
+    the body, for errors. When the JSON texts exceed `max_bytes`, the least recently read values are dropped."""
 
     def __init__(
         self, decoder: msgspec.json.Decoder[P], convert: Callable[[P, str], V], *, max_bytes: int = 64 << 20
@@ -311,10 +312,10 @@ _Beginning = tuple[str | bytes, ...]
 class Conversations:
     """Reads the messages of requests, each of which repeats all earlier messages of its conversation. Thread-safe.
 
-    Only new parts are read: those after the longest conversation that an earlier request had, found by comparing bytes.
-    `read(parts, first)` converts the parts of a body from number `first` on to `ChatRequest.messages`. `where` is the
-    field of the body that has the parts. Conversations that were not repeated lately are dropped, so that the bodies of
-    all others have at most `max_bytes`."""
+    Only new parts are read: those after the longest earlier conversation with which the request begins, found by
+    comparing bytes. `read(parts, first)` converts the parts of a body from number `first` on to `ChatRequest.messages`.
+    `where` is the field of the body that has the parts. Conversations that were not repeated lately are dropped, so
+    that the bodies of all others have at most `max_bytes`."""
 
     def __init__(
         self, read: Callable[[Sequence[msgspec.Raw], int], list[Message]], where: str, *, max_bytes: int = 64 << 20
@@ -328,7 +329,7 @@ class Conversations:
         """Return the messages of a request, with the results of tools in the order of their calls.
 
         `parts`: the parts of the body, which has `num_bytes` bytes. `system`: the text of a system message that comes
-        before them; "": none. Raises `RequestRefused` for an invalid part, and unless the model's turn is next."""
+        before them; "": none. Raises `RequestRefused` for an invalid part, and if the last message is the model's."""
         beginning: _Beginning = (system, *map(bytes, parts[:2]))
         talks = (*self._recent.get(beginning, ()), *self._older.get(beginning, ()))
         earlier = max((one for one in talks if one.begins(parts)), key=lambda one: len(one.parts), default=None)
@@ -438,7 +439,8 @@ def chosen_tools(
 
 
 def check_order(messages: list[Message], where: str) -> None:
-    """Put the results of tools into the order of their calls. Raises `RequestRefused` unless the model's turn is next.
+    """Put the results of tools into the order of their calls. Raises `RequestRefused` if the last message is the
+    model's.
 
     `where` is the name of the request parameter with the messages."""
     if not messages or messages[-1]["role"] == "assistant":

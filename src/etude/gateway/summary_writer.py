@@ -21,11 +21,11 @@ from etude.seams import Policy
 
 @dataclass(frozen=True)
 class SummaryWriter:
-    """Counts tokens and samples summaries for one request with `tools`.
+    """Counts tokens and samples summaries for one request. Implements `etude.capture.summaries.Writer`.
 
-    `signatures` are the tools as the chat format takes them, and `run` runs a function in a tokeniser thread. The
-    tokens of summaries are added to `spent`. Summaries are sampled as in training. The seed is a digest of the
-    conversation, so a summary that must be written again is the same."""
+    `tools` are the request's tools in OpenAI's format, and `signatures` the same tools for the chat format. `run` runs
+    a function in a tokeniser thread. The tokens of summaries are added to `spent`. Summaries are sampled as in
+    training. The seed is a digest of the conversation, so a summary that is sampled again is the same."""
 
     policy: Policy
     chat: Chat
@@ -47,7 +47,7 @@ class SummaryWriter:
     async def ask(self, messages: list[Message], attempt: int) -> tuple[Node, ParsedReply]:
         """Sample a summary and return (its node, the parsed completion).
 
-        Raises `RequestRefused` when the engine cancels it, and what the policy raises."""
+        Raises `RequestRefused` when the engine cancels the request, and the errors of the policy."""
         prompt = await self.run(partial(self.tree.prompt, messages, self.signatures, tools=self.tools))
         digest = hashlib.blake2b(f"summary {attempt} ".encode() + prompt.key, digest_size=8).digest()
         request = CompletionRequest(
@@ -76,11 +76,11 @@ class SummaryWriter:
         return self.tree.record(prompt, completion, message, sampling=sampling, kind=TurnKind.SUMMARY), reply
 
     async def carry(self, summary: str, number: int, covered: Sequence[Message]) -> Carried:
-        """Return what the conversation keeps after a summary. The model gets it in the wording of training, which it
-        knows.
+        """Return the text and numbers with which the conversation continues after a summary. The model gets them in the
+        same wording as in training.
 
         The wording gives the number of turns left. A client has no limit of turns, so the number counts down from the
-        limit of training and then begins again. The wording also names a file with the history, although no such file
-        exists here."""
+        limit of training and then starts again. The wording also names a file with the history, although there is no
+        such file outside of training."""
         num_turns = number + sum(message["role"] == "assistant" for message in covered)
         return Carried(summary, number, self.limits.max_turns - num_turns % self.limits.max_turns, HISTORY)

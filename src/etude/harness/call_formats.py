@@ -27,12 +27,13 @@ class CallFormat:
     - `opening_tokens`: tokens with which a call, or a list of calls, begins.
     - `begin`: the text with which each call begins.
     - `pattern`: matches one complete call. Its groups are `name` and `arguments`, or `both`, a JSON object with both.
-    - `call`: the text of a call with the words NAME, ARGUMENTS (a JSON object) and BOTH, which `write` replaces.
+    - `call`: a template for the text of a call. `write` replaces the words NAME, ARGUMENTS (a JSON object) and BOTH in
+      it.
     - `opening`, `closing`: the texts around a list of calls; `between`: the text between two calls.
-    - `argument`: the text of an argument with the words KEY and VALUE, of which ARGUMENTS then consists. A string is
-      written as it is, any other value as JSON. "": ARGUMENTS is a JSON object.
-    - `bare`: the parts of a JSON object, without whitespace, of which one begins a completion that is a call without an
-      opening token.
+    - `argument`: a template for one argument, with the words KEY and VALUE; ARGUMENTS is then a list of such texts. A
+      string value is written as it is, any other value as JSON. "": ARGUMENTS is a JSON object.
+    - `bare`: beginnings of a JSON object, without whitespace. A completion that begins with one of them is a call
+      without an opening token.
     - `is_single`: whether a completion has one call at most."""
 
     name: str
@@ -54,7 +55,7 @@ class CallFormat:
 
         When a call cannot be parsed, return the whole text and an error message for the model. With `strict`, do so too
         when a call does not fit its tool's signature. Values of `argument` get the type of their parameter; they are
-        strings if the tool is not known, or if they are no JSON."""
+        strings if the tool is not known, or if they are not JSON."""
         start = min((at for token in self.opening_tokens if (at := text.find(token)) >= 0), default=-1)
         if start < 0 and self.bare and _squeezed(text).startswith(self.bare):
             start = 0
@@ -114,7 +115,7 @@ class CallFormat:
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Return the text of a completion that calls the tool `name`.
 
-        In a format with `argument`, a string ends where the text after VALUE begins: it cannot contain that text."""
+        In a format with `argument`, the text after VALUE ends a string, so the string cannot contain that text."""
         as_json = json.dumps(arguments, ensure_ascii=False)
         before, middle, after = _marks(self.argument)
         pairs = ((key, v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)) for key, v in arguments.items())
@@ -128,10 +129,11 @@ class CallFormat:
         return self.opening + call + self.closing
 
     def arguments_grammar(self, signature: Signature, tokens: Mapping[str, int]) -> str:
-        """Return the Lark of a tool's arguments, in the order of its parameters, for a format with `argument`.
+        """Return the Lark grammar of a tool's arguments, in the order of its parameters, for a format with `argument`.
 
-        A string is any text, or one of its schema's `enum`; the schema of any other value holds. `tokens` are the added
-        tokens, which are written as such."""
+        A string may be any text, or one of its schema's `enum`; any other value must satisfy its schema. `tokens` are
+        the tokeniser's added tokens; if one occurs in the grammar, it stands for the token and not for its characters.
+        """
         schema = signature.to_openai()["function"].get("parameters") or {}
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         before, middle, after = _marks(self.argument)

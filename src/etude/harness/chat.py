@@ -203,7 +203,7 @@ class ChatFormat:
         `ChatError` for messages that the template cannot render."""
         escaped = self._escape_messages(messages, signatures or {})
         rendering = self._render(escaped, signatures or {}, generate=True)
-        return self.tokens.encode_rendering(rendering, max_tokens=max_tokens)
+        return self.tokens.encode_rendering(rendering, max_tokens=max_tokens, begins=True)
 
     def continuation(
         self,
@@ -281,7 +281,7 @@ class ChatFormat:
     def encode_call(self, call: Call) -> I32:
         """Encode a tool call as the token ids of a completion with its stop token, [T] int32.
 
-        Tests and scripted agents use it in place of sampling."""
+        Tests and scripted agents use it instead of sampling a call."""
         line = " ".join([call.name, *write_words(call.arguments).values()])
         return np.array([self._call_id, *self.tokens.encode(line), self.end_id], np.int32)
 

@@ -69,7 +69,7 @@ class HarnessConfig:
 
     @property
     def summaries(self) -> SummaryLimits | None:
-        """How conversations are summarised; None: they are not summarised."""
+        """The limits of summaries of conversations; None: conversations are not summarised."""
         if not self.summary_tokens:
             return None
         return SummaryLimits(

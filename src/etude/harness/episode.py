@@ -95,10 +95,10 @@ class ModelTurn:
     - `num_tokens`: tokens of the conversation with this turn included.
     - `number`: how many turns of the episode came before.
     - `node`: the recorded turn with its tokens.
-    - `completion`: what the policy returned, with all sampled tokens.
+    - `completion`: the policy's completion, with all sampled tokens.
     - `cut`: how a stop text cut the completion off; None if none did.
-    - `num_resampled`: replies of the model before it that were tokenised again, since the text before them has
-      changed."""
+    - `num_resampled`: the number of earlier replies of the model that had to be tokenised again, because a message
+      before them was changed."""
 
     reply: Reply
     messages: list[Message]
@@ -191,7 +191,7 @@ class Episode:
         are those of the turn in OpenAI's format, by default the episode's. `kind` is the purpose of the turn.
         `max_tokens` is the most tokens of the turn, by default `harness.turn_tokens`. Without `strict` a call need not
         fit its tool's signature, and a completion whose calls cannot be parsed is a plain text, as clients of the
-        gateway get it. The message ends before the first of the texts `stops` in it, and so does the sampling.
+        gateway get it. Sampling ends at the first of the texts `stops`, and the message ends before it.
 
         The seed of a turn depends only on its conversation and on how often it was sent before. So the order in which
         sub-agents ask changes no token. The policy limits the time of a turn (`harness.turn_deadline_s`).
@@ -257,9 +257,10 @@ class Episode:
         """Run the tool calls of a turn in order, append each output to its conversation, and return the last one.
 
         The output of a malformed call is its error message. For a turn without a call, the user message
-        `SPEAK_BY_TOOLS` is appended and returned. A submission ends the episode: calls after it are not run. Sets
-        `ending` after a submission, after the last turn, and when tools have taken `harness.rollout_deadline_s`. Raises
-        `MachineError`, after which the rollout is invalid, and `PluginError` for a tool plug-in that fails."""
+        `SPEAK_BY_TOOLS` is appended and returned. A submission ends the episode: calls after it are not run. `ending`
+        is set after a submission, after the last allowed turn, and when tools have taken `harness.rollout_deadline_s`
+        seconds. Raises `MachineError`, after which the rollout is invalid, and `PluginError` for a tool plug-in that
+        fails."""
         reply, output = turn.reply, turn.reply.error or SPEAK_BY_TOOLS
         turn.node.calls = ()
         for index, call in enumerate(reply.calls):
@@ -315,9 +316,9 @@ class Episode:
         stops: Sequence[str],
         in_reasoning: bool | None,
     ) -> Completion:
-        """Have the policy sample, up to the first of the texts `stops`. `messages` and `tools` are what the prompt was
-        made of, in OpenAI's form; `in_reasoning`: what `Chat.in_reasoning`
-        returns for the prompt; None without `stops`."""
+        """Have the policy sample, up to the first of the texts `stops`. The prompt was made of `messages` and
+        `tools`, in OpenAI's form. `in_reasoning`: the result of `Chat.in_reasoning` for the prompt; None without
+        `stops`."""
         try:
             completion = await complete_until_stop(self.policy, request, self.chat, stops, in_reasoning=in_reasoning)
             if completion.stop_reason is StopReason.CANCELLED:

@@ -12,7 +12,8 @@ from etude.records.interruption import interruption_of
 
 
 class InterruptedLoop:
-    """The built-in agent program, as a `Harness`, for tasks that may have a later message."""
+    """The built-in agent program, as a `Harness`, for tasks in which a user may interrupt the agent with a further
+    message."""
 
     async def run(self, episode: Episode) -> None:
         first, after, later = interruption_of(episode.task.instruction)

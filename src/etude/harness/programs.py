@@ -96,7 +96,7 @@ async def run_plugin(plugin: Plugin, harness: Harness, episode: Episode) -> Agen
         if not limit.expired():
             raise
         facts = f"run has not returned within {limit_s:g} s, without the time in which it waited for the policy"
-        hint = "set a deadline for what it waits for, and do not catch EpisodeEnded"
+        hint = "give every wait in the harness a deadline, and do not catch EpisodeEnded"
         raise PluginError(f"harness {plugin} hangs", facts, hint=hint) from error
 
 

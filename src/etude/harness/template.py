@@ -35,6 +35,8 @@ MAX_WIDTH = 10_000
 """The largest number that a filter or a method accepts, since it may be a width."""
 
 _MAX_SAFE = 4096  # attributes of types whose safety is known
+_OF_DICT = frozenset(dir(dict))
+_OF_LOOP = frozenset({"index", "index0", "first", "last"})
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -239,11 +241,13 @@ def _has_width(text: str) -> bool:
 
 
 def _bounded_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
+    if name in ("count", "length"):  # they return a number, and templates ask for it in each iteration
+        return filter_
+
     @functools.wraps(filter_)  # keeps the attributes by which Jinja passes the context
     def checked(*args: Any, **kwargs: Any) -> Any:
         plain = [a for a in args if not isinstance(a, jinja2.Environment | jinja2.runtime.Context | nodes.EvalContext)]
-        if name not in ("count", "length"):  # they return a number, and templates ask for it in each iteration
-            _check_call(name, [*plain, *kwargs.values()])
+        _check_call(name, [*plain, *kwargs.values()])
         return filter_(*args, **kwargs)
 
     return checked
@@ -265,9 +269,14 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return safe
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return what Jinja's sandbox returns, faster for the keys of a dict that has no such attribute."""
-        if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
-            return obj[attribute]
+        """Return what Jinja's sandbox returns, faster for the keys of a dict that has no such attribute, and for the
+        numbers of a loop."""
+        kind = type(obj)
+        if kind is dict:
+            if attribute in obj and attribute not in _OF_DICT:
+                return obj[attribute]
+        elif kind is jinja2.runtime.LoopContext and attribute in _OF_LOOP:
+            return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:

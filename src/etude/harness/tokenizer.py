@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, lru_cache
 from typing import Any
@@ -23,6 +24,7 @@ _MARK = "\ue000"  # private use: breaks up text that spells a special token whil
 PLACEHOLDER = "\ue001"
 """Starts a placeholder for a text while a template renders; escaped in all other text."""
 _SHORT_CHARS = 256  # tokens of shorter texts are cached: tool outputs and instructions repeat
+_FIRST_CHARS = 131_072  # of shorter texts they are cached if a conversation begins with them
 _marked = re.compile(f"{_MARK}({_MARK}?)")
 
 
@@ -45,6 +47,7 @@ class SafeTokenizer:
         self._unsaid = match_any(self.added.keys() - self.special.keys())  # the tokeniser matches these in any text
         self.vocab_size = int(tokenizer.get_vocab_size(with_added_tokens=True))
         self._short = lru_cache(maxsize=4096)(self._encode_plain)
+        self._first = lru_cache(maxsize=64)(lambda text: array("i", self._encode_plain(text)))
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """Decode token ids to text. Ids outside the vocabulary are skipped, and special tokens too unless `special`."""
@@ -76,16 +79,21 @@ class SafeTokenizer:
             text = text.replace(PLACEHOLDER, PLACEHOLDER + _MARK)
         return literal.sub(lambda m: m[0][0] + _MARK + m[0][1:], text)
 
-    def encode_rendering(self, rendering: str, *, max_tokens: int | None = None) -> I32:
-        """Encode the rendering of a template, whose texts were escaped, as token ids, [T] int32. Raises as
-        `check_length` does."""
+    def encode_rendering(self, rendering: str, *, max_tokens: int | None = None, begins: bool = False) -> I32:
+        """Encode the rendering of a template, whose texts were escaped, as token ids, [T] int32. Raises `ContextFull`
+        for a text that certainly has more than `max_tokens` tokens.
+
+        `begins`: a conversation begins with it. The tokens of its texts are then cached, since other conversations
+        begin with the same instructions and tools."""
         self.check_length(rendering, max_tokens)
         ids: list[int] = []
         for i, piece in enumerate(self.spellings.split(rendering)):
             if i % 2:
                 ids.append(self.added[piece])
             elif piece:
-                ids.extend(self.encode(_marked.sub(r"\1", piece) if _MARK in piece else piece))
+                text = _marked.sub(r"\1", piece) if _MARK in piece else piece
+                is_kept = begins and _SHORT_CHARS < len(text) <= _FIRST_CHARS
+                ids.extend(self._first(text) if is_kept else self.encode(text))
         return np.array(ids, np.int32)
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -111,7 +119,9 @@ class SafeTokenizer:
         least = math.ceil(num_chars / self._chars_per_token)
         if least > max_tokens:
             facts = f"{len(text):,} characters are at least {least:,} tokens"
-            raise ContextFull(f"the text does not fit a context of {max_tokens} tokens", facts, hint="send less text")
+            raise ContextFull(
+                f"the text does not fit a context of {max_tokens} tokens", facts, hint="send a shorter text"
+            )
 
 
 def match_any(tokens: Iterable[str]) -> re.Pattern[str]:
@@ -126,7 +136,8 @@ _KEEP_ALL = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Sequence", "Spl
 
 
 def chars_per_token(tokenizer: Tokenizer) -> float:
-    """Return an upper bound of the characters per token. It bounds the tokens of a text without tokenising the text.
+    """Return an upper bound of the characters per token. So the number of a text's characters gives a lower bound of
+    its tokens, without tokenising it.
 
     The bound is infinite for a tokeniser that may drop characters, or that is not known well enough. In byte-level BPE,
     and in BPE with byte fallback, a token covers at most as many characters as its spelling has."""

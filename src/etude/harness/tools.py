@@ -31,7 +31,7 @@ PLUGIN_GRACE_S = 30.0
 
 @dataclass(slots=True)
 class Workbench:
-    """What the tools of one rollout work on: its machine, and what the harness knows about it.
+    """The machine of one rollout, with its state, on which the tools work.
 
     - `files`: the paths in the working directory, so that `ls` needs no command. None after the first command, which
       may have changed them.
@@ -39,7 +39,7 @@ class Workbench:
     - `deadline_s`: the longest time of the next command, in seconds.
     - `output_chars`: the most characters of an output that the model gets.
     - `submitted`: whether the agent has called `submit`.
-    - `lost_s`: seconds that other work on the host took from the commands."""
+    - `lost_s`: CPU seconds that other processes of the host took from the commands."""
 
     machine: Machine
     test_command: tuple[str, ...]
@@ -119,7 +119,9 @@ class ToolSet:
             names = [t.signature.name for t in tools]
             twice = next(name for name in names if names.count(name) > 1)
             raise ConfigError(
-                f"two tools are named {twice!r}", "a call finds its tool by the name", hint="leave one of them out"
+                f"two tools are named {twice!r}",
+                "the name of a call decides which tool runs",
+                hint="leave one of them out",
             )
         self.signatures: Mapping[str, Signature] = {n: t.signature for n, t in self._tools.items()}
 

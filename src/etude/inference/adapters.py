@@ -44,10 +44,10 @@ def _load(model: Transformer, tensors: Tensors) -> None:
 
 
 class AdaptedWeights:
-    """Makes the live weights (the memory to which versions are written) of an engine that gets LoRA adapters.
+    """Creates the live weights (the memory to which versions are written) of an engine that loads LoRA adapters.
 
-    The engine's model must be the base of the adapters. `base` fetches the base weights if the model was made without a
-    checkpoint. The model is unchanged until the first version is written."""
+    The engine's model must be the base of the adapters. `base` is called to fetch the base weights if the model was
+    created without a checkpoint. The model does not change until the first version is written."""
 
     def __init__(
         self, model: Transformer, quantise: Quantise = Quantise.NONE, *, base: Callable[[], Tensors] | None = None

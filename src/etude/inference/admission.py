@@ -108,7 +108,8 @@ class RequestChecks:
         return ids
 
     def ids(self, ids: np.ndarray[Any, Any], *, min_tokens: int, max_tokens: int | None) -> None:
-        """Raise `MalformedRequest` unless `ids` is one row of `min_tokens` to `max_tokens` ids of the vocabulary.
+        """Raise `MalformedRequest` unless `ids` has shape [n] with `min_tokens` ≤ n ≤ `max_tokens` and only ids of the
+        vocabulary.
 
         With `max_tokens` None there may be any number of ids."""
         valid = ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids) >= min_tokens
@@ -126,7 +127,7 @@ class RequestChecks:
             )
 
     def version(self, request: CompletionRequest, held: Version) -> None:
-        """Raise `EngineBehind` when the loaded version `held` does not satisfy the request.
+        """Raise `EngineBehind` if the loaded version, `held`, does not satisfy the request.
 
         A request demands at least version step `min_step`, or exactly `pin_step`."""
         if held.step < request.min_step or (request.pin_step is not None and held.step != request.pin_step):
@@ -134,7 +135,8 @@ class RequestChecks:
 
 
 def behind(request: CompletionRequest, engine: str, held: Version) -> EngineBehind:
-    """Return the error for a request whose version is not the loaded version `held`. `engine` is the engine's name."""
+    """Create the error for a request that requires another version than the loaded one, `held`. `engine` is the
+    engine's name."""
     demanded = f"step {request.pin_step}" if request.pin_step is not None else f"step {request.min_step} or later"
     return EngineBehind(
         f"request {request.request_id} needs weights of {demanded}",
@@ -147,9 +149,9 @@ class VersionPins:
     """Records which sessions pin the loaded version. While a session pins it, the weights must not be replaced.
 
     A request with `pin_step` (of an evaluation) must be served by one version from start to end, and the next call of
-    its session needs the same version. So a session pins the version while this engine serves a request of it, and for
-    `lease_s` seconds after that. This limits the delay of a swap by a session that sends no further request. All times
-    are arguments, on the caller's clock.
+    its session needs the same version. So a session pins the version while this engine serves its request, and for
+    `lease_s` seconds after that. If the session sends no further request, it delays the next version by at most
+    `lease_s` seconds. All times are arguments, on the caller's clock.
 
     >>> pins = VersionPins(lease_s=10.0)
     >>> pins.enter("eval.0")
@@ -180,7 +182,8 @@ class VersionPins:
             self._leases.pop(session_id, None)
 
     def hold(self, *, until: float) -> None:
-        """Pin the loaded version until the monotonic time `until`, in seconds. Replaces the time of the last call."""
+        """Pin the loaded version until the monotonic time `until`, in seconds. A later call replaces the time of an
+        earlier one."""
         self._held_until = until
 
     def held(self, *, now: float) -> bool:

@@ -56,7 +56,7 @@ class ServedEngine(Engine, Streaming, Ending, Protocol):
     """The interface of an engine that `build_app` can serve: `seams.Engine`, `seams.Streaming`, `seams.Ending`, and its
     health.
 
-    `trouble` says why loading the newest weights failed last, or is ""."""
+    `trouble`: why the last attempt to load the newest weights failed; "" if it did not fail."""
 
     name: str
     config: EngineConfig
@@ -73,9 +73,10 @@ class ServedEngine(Engine, Streaming, Ending, Protocol):
         ...
 
     async def hold(self, seconds: float) -> Version:
-        """Keep the loaded version for the next `seconds`, and return it. Each call replaces the last one; 0 ends it.
+        """Keep the loaded version for the next `seconds`, and return it. Each call replaces the time of the last one; 0
+        allows new versions at once.
 
-        Raises `MalformedRequest` if this kind of engine cannot."""
+        Raises `MalformedRequest` if this kind of engine cannot keep a version."""
         ...
 
     async def metrics(self) -> str:
@@ -102,7 +103,8 @@ def build_app(
 
     - `token`: the bearer token of every POST request. None: no check, for an engine on loopback.
     - `lifespan`: entered before the first request and exited after the last.
-    - `operators`: enables POST /operators, which delays all requests. None disables it."""
+    - `operators`: the function for POST /operators, during which all other requests wait. None: this endpoint is
+      disabled."""
     endpoints = _Endpoints(engine, token, operators)
     generate = endpoints.authenticated(endpoints.generate)
     router = Starlette(

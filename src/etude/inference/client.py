@@ -69,9 +69,9 @@ class HttpEngine:
     async def generate(self, request: CompletionRequest) -> Completion:
         """Sample a completion for the request, under the contract of `seams.Engine.generate`.
 
-        The engine enforces the request's `deadline_s`, since it sees its own progress. While it does not respond, this
-        client checks that it is alive. Raises the errors of `seams.Engine.generate`, `EngineGone` when no server
-        responds, and `EngineLate` for a server that hangs."""
+        The engine enforces the request's `deadline_s`, since it sees its own progress. While the engine does not
+        respond, this client checks that it is alive. Raises the errors of `seams.Engine.generate`, `EngineGone` when no
+        server responds, and `EngineLate` for a server that hangs."""
         what, deadline_s = f"request {request.request_id}", request.deadline_s + GRACE_S
         work = asyncio.ensure_future(self._post(GENERATE, request, Completion, what=what, deadline_s=None))
         try:
@@ -116,8 +116,8 @@ class HttpEngine:
     async def hold(self, seconds: float) -> Version:
         """Make the engine keep its version for the next `seconds` (0 to 60), and return the version.
 
-        Each call replaces the last one; 0 ends it. Raises `EngineError` for an engine that cannot, or does not
-        respond."""
+        Each call replaces the time of the last one; 0 allows new versions at once. Raises `EngineError` if the engine
+        does not respond, or is of a kind that cannot keep a version."""
         return await self._post("/hold", HoldRequest(seconds=seconds), Version, what="hold", deadline_s=HOLD_DEADLINE_S)
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:

@@ -26,6 +26,7 @@ class Speculation(enum.StrEnum):
     """Sources of drafts for speculative decoding. Drafts change the speed of sampling, never the tokens."""
 
     OFF = "off"
+    HEADS = "heads"  # `heads.Heads`: the model's multi-token prediction heads, on a CPU
     LOOK_UP = "look-up"  # `look_up.LookUp`: n-grams of the sequence itself and of others in the engine
 
 
@@ -50,8 +51,8 @@ class EngineConfig:
     - `stall_s`: a step that takes longer, in seconds, counts as a hang.
     - `dtype`: the dtype of the computation. In exact mode it must be the learner's.
     - `device`: "auto", "cpu", "cuda" or "cuda:N", for reference engines only. In exact mode it must be the learner's.
-    - `speculation`: "off", "look-up", or the import path of a drafter (a plug-in): speculative decoding, for reference
-      engines only.
+    - `speculation`: "off", "look-up", "heads" (with a model that has MTP heads, on a CPU), or the import path of a
+      drafter (a plug-in): speculative decoding, for reference engines only.
 
     >>> EngineConfig(max_sequences=8).context_tokens
     1024
@@ -97,8 +98,9 @@ _PARALLEL = (
 def devices_of(arguments: Sequence[str]) -> int:
     """Return the number of devices of one vLLM or SGLang server, from its command-line arguments.
 
-    It is the product of the parallel sizes. With ``--enable-dp-attention`` SGLang's data-parallel ranks are among its
-    tensor-parallel ranks and are not counted again. With ``--nnodes`` the devices are divided by the number of nodes.
+    The number is the product of the sizes of tensor, pipeline and data parallelism. With ``--enable-dp-attention``
+    SGLang's data-parallel ranks are among its tensor-parallel ranks and are not counted again. With ``--nnodes`` the
+    devices are divided by the number of nodes.
 
     >>> devices_of(["--tp", "8", "--dp=4", "--enable-dp-attention"]), devices_of(["--tensor_parallel_size=4", "-pp=2"])
     (8, 8)

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from etude.errors import EngineError
 from etude.inference.device_memory import DeviceMemory, DeviceStep
 from etude.inference.kv import I64, Span
 from etude.inference.runner import NonFiniteReporter, Runner, append_verified, sampled_positions, sampling_rows
@@ -100,7 +101,8 @@ class DeviceRunner:
             torch.cuda.synchronize(self.device)
 
     def routes(self, sequence: Sequence) -> Routes:
-        """Return the routes that the request of a sequence wants, as `Runner.routes` does. Waits for the device."""
+        """Return a copy of the routes (chosen experts) that a request wants, as `Runner.routes` does. Waits for the
+        device."""
         start, stop = sequence.request.routes_from, sequence.num_computed
         rows = self._routes[sequence.row, stop if start is None else start : stop]
         return rows.cpu().numpy().view(self.model.config.route_dtype)
@@ -245,10 +247,22 @@ class _Decode:
         return self.runner.compute(self.runner.next_tokens[slots], cache, None, _Draws.of(slots, self._draws))
 
 
-def runner_for(model: Transformer, *, num_slots: int, context_tokens: int) -> Runner | DeviceRunner:
-    """Return the runner for the model's device: a `Runner` on a CPU, else a `DeviceRunner`."""
-    kind = Runner if model.embedding.device.type == "cpu" else DeviceRunner
-    return kind(model, num_slots=num_slots, context_tokens=context_tokens)
+def runner_for(
+    model: Transformer, *, num_slots: int, context_tokens: int, drafts: bool = False
+) -> Runner | DeviceRunner:
+    """Return the runner for the model's device: a `Runner` on a CPU, else a `DeviceRunner`.
+
+    With `drafts` it can draft with the model's MTP heads. Raises `EngineError` where that is not possible."""
+    device = model.embedding.device.type
+    if drafts and (device != "cpu" or not len(model.mtp)):
+        facts, hint = "the model has no MTP heads", "mid-train it with mid_training.mtp_heads = 1"
+        if device != "cpu":
+            facts, hint = f"the engine computes on {device}", "use a CPU"
+        hint += ", or set engine.speculation = 'look-up' or 'off'"
+        raise EngineError("engine.speculation = 'heads' is not possible", facts, hint=hint)
+    if device == "cpu":
+        return Runner(model, num_slots=num_slots, context_tokens=context_tokens, drafts=drafts)
+    return DeviceRunner(model, num_slots=num_slots, context_tokens=context_tokens)
 
 
 def _rows_of(sequences: Many[Sequence]) -> I64:

@@ -26,11 +26,12 @@ import numpy as np
 from etude.errors import EngineError, MalformedRequest, WeightsError
 from etude.inference.admission import RequestChecks, VersionPins, behind
 from etude.inference.compiled_grammars import CompiledGrammars
-from etude.inference.config import EngineConfig
+from etude.inference.config import EngineConfig, Speculation
 from etude.inference.device_runner import runner_for
 from etude.inference.look_up import Drafter
 from etude.inference.metrics import Counters, exposition
 from etude.inference.operator_trace import as_wire, engine_results
+from etude.inference.runner import Runner
 from etude.inference.scheduler import Plan, Scheduler
 from etude.inference.scheduler import Sequence as Running
 from etude.inference.shaping import Shaping
@@ -52,8 +53,8 @@ GRACE_S = 0.5  # after a request's deadline, so that a thread that does not hang
 class SwapResult:
     """The result of replacing an engine's weights (`ReferenceEngine.swap`).
 
-    `version` is the new version. `pause_s` is the time in which no step could run because of the swap, in seconds.
-    `num_running` is the number of requests that were running."""
+    `version` is the new version. `pause_s` is how long the engine could not run a step because of the swap, in seconds.
+    `num_running` is the number of requests that were running at that time."""
 
     version: Version
     pause_s: float
@@ -65,10 +66,10 @@ class ReferenceEngine:
     and `seams.Ending`.
 
     Use it as an async context manager, or call `start` and `close`. From `start` on, nothing else may use the model.
-    Its weights may be replaced by `swap` only. `version` identifies the weights that the model has now. `tokenizer` is
-    the tokenizer.json of the checkpoint, which grammars need. With `share_prefixes` False every prompt is computed
-    whole, for comparisons. `drafter` replaces the drafter that `config` names. Raises `EngineError` when the context of
-    `config` is longer than the model's."""
+    Its weights may be replaced by `swap` only. The attribute `version` identifies the weights that the model has now.
+    `tokenizer` is the tokenizer.json of the checkpoint, which grammars need. With `share_prefixes` False no KV is
+    reused and every prompt is computed completely, for comparisons. `drafter` replaces the drafter that `config` names.
+    Raises `EngineError` when the context of `config` is longer than the model's."""
 
     def __init__(
         self,
@@ -101,9 +102,11 @@ class ReferenceEngine:
             share=share_prefixes,
         )
         slots, length = self.config.max_sequences, self.config.context_tokens
-        self._runner = runner_for(model, num_slots=slots, context_tokens=length)
-        drafter = drafter or drafter_for(self.config.speculation)
-        self._speculator = Speculator(drafter, num_slots=slots, vocab_size=model.config.vocab_size) if drafter else None
+        drafts = drafter is None and self.config.speculation is Speculation.HEADS
+        self._runner = runner_for(model, num_slots=slots, context_tokens=length, drafts=drafts)
+        heads = self._runner.heads if isinstance(self._runner, Runner) else None
+        chosen = drafter or heads or drafter_for(self.config.speculation)
+        self._speculator = Speculator(chosen, num_slots=slots, vocab_size=model.config.vocab_size) if chosen else None
         self.capabilities = (*CAPABILITIES, "exact") if model.operators.exact else CAPABILITIES
         self.parity = model.parity
         self._pins = VersionPins(lease_s=self.config.pin_lease_s)
@@ -242,7 +245,8 @@ class ReferenceEngine:
         return exposition(self.counters, await self.info())
 
     async def hold(self, seconds: float) -> Version:
-        """Keep the loaded version for the next `seconds`, and return it. Each call replaces the last one; 0 ends it."""
+        """Keep the loaded version for the next `seconds`, and return it. Each call replaces the time of the last one; 0
+        allows new versions at once."""
 
         def work() -> Version:
             self._pins.hold(until=time.monotonic() + seconds)
@@ -251,7 +255,7 @@ class ReferenceEngine:
         return await self._thread.call(work, "hold")
 
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
-        """Return the version, and its log-probability of each token of a text but the first.
+        """Return the loaded version, and the log-probability of each token of a text except the first.
 
         Raises `MalformedRequest` for invalid token ids."""
         ids = self._checks.text(token_ids)
@@ -275,7 +279,8 @@ class ReferenceEngine:
         )
 
     def swap(self, swap: Swap) -> Future[SwapResult]:
-        """Replace the weights between two steps, once no session pins the current version.
+        """Replace the weights by a prepared version, between two steps. Waits until no session pins the current
+        version.
 
         May be called from any thread.
 

@@ -27,7 +27,7 @@ class EngineBusy(EngineError):
 class NotRegistered(EngineError):
     """Raised by a registry for an engine that never joined, or whose membership has expired (HTTP 410).
 
-    It must join again."""
+    The engine must join again."""
 
 
 class EngineUnreachable(EngineError):

@@ -105,7 +105,7 @@ class Pace:
     def seconds(self, crowd: float) -> float:
         """Return the expected seconds of a request among `crowd` requests, itself included.
 
-        Only valid while `known`."""
+        The result is valid only while `known` returns True."""
         share = self._seconds / self._crowd  # the slope of a line through the origin
         each = (self._joint + PRIOR * share) / (self._spread + PRIOR)
         return self._seconds + min(max(each, 0.0), share) * (crowd - self._crowd)
@@ -239,8 +239,8 @@ class Fleet:
     - `engines`: the engines by name; `add` and `remove` change them later.
     - `assignment`: how a new session is assigned to an engine.
     - `heartbeat_s`: the interval of health checks of an engine that serves a request, in seconds.
-    - `patience_s`: the longest time that a request waits until an engine has restarted, has free capacity, or has
-      loaded the required version.
+    - `patience_s`: the longest time in seconds that a request waits until an engine has restarted, has free capacity,
+      or has loaded the required version.
 
     The ids of sessions may have a group: "g000012" of "g000012.3", the part before the last dot. A group prefers one
     region. A fleet must be used in one event loop."""
@@ -298,8 +298,8 @@ class Fleet:
     async def complete(self, request: CompletionRequest) -> Completion:
         """Sample a completion on one of the engines, as `seams.Policy.complete` does.
 
-        `MalformedRequest` and `ContextFull` are raised at once. After other errors, further engines are tried, until a
-        limit in the description of this module is reached."""
+        `MalformedRequest` and `ContextFull` are raised at once. After other errors the request is sent to other
+        engines, until its deadline or `patience_s` is reached (see the module)."""
         attempt = _Attempt(request, _now() + request.deadline_s, self.patience_s)
         while True:
             member, sent_at = await self._next(attempt), _now()

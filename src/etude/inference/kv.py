@@ -34,15 +34,18 @@ class KVCache:
     A slot is the memory of one sequence of `context_tokens` positions. All are allocated at once; pages that were never
     written use no memory."""
 
-    def __init__(self, sizes: ModelConfig, operators: Operators, *, num_slots: int, context_tokens: int) -> None:
+    def __init__(
+        self, sizes: ModelConfig, operators: Operators, *, num_slots: int, context_tokens: int, heads: int = 0
+    ) -> None:
         self.num_slots, self.length = num_slots, -(-context_tokens // KERNEL_BLOCK) * KERNEL_BLOCK
         kept, dtype = sizes.cache_layout, operators.storage_dtype
         self.heads, self.group, self.value_width = kept.heads, sizes.num_heads // kept.heads, kept.value_width
         shape = (num_slots, self.heads, self.length)
-        self.keys = [_lazy_zeros((*shape, kept.key_width), dtype) for _ in range(sizes.num_layers)]
+        num_layers = sizes.num_layers + heads
+        self.keys = [lazy_zeros((*shape, kept.key_width), dtype) for _ in range(num_layers)]
         self.values = self.keys
         if not kept.shared:
-            self.values = [_lazy_zeros((*shape, kept.value_width), dtype) for _ in range(sizes.num_layers)]
+            self.values = [lazy_zeros((*shape, kept.value_width), dtype) for _ in range(num_layers)]
         self.windows = operators.key_windows(self.heads, kept.key_width)
         rows = self.windows.padded(self.group)
         self.queries = torch.zeros(num_slots, self.heads, rows, kept.key_width, dtype=dtype)  # scratch of decoding
@@ -65,7 +68,7 @@ class KVCache:
         return sum(t.nbytes for t in {id(t): t for t in (*self.keys, *self.values)}.values())
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return zeros whose pages are allocated when they are first written (torch.zeros writes all of them)."""
     return torch.from_numpy(np.zeros((*shape, dtype.itemsize), np.uint8)).view(dtype).view(shape)
 

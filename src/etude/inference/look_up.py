@@ -36,15 +36,15 @@ class Drafter(Protocol):
 
 
 class LookUp:
-    """Drafts what followed the last tokens of a sequence where they occurred before. It implements `Drafter`.
+    """Drafts the tokens that followed an earlier occurrence of the sequence's last tokens. It implements `Drafter`.
 
-    It looks in the tokens of the sequence itself and of the sequences that are, or were last, in the other slots: its
-    siblings, for example. Of the `CANDIDATES` latest places after the same `GRAM` tokens it takes the one that agrees
-    with the most tokens before; among equal ones, the latest place.
+    It searches the tokens of the sequence itself and of the sequences that run, or ran last, in the other slots, which
+    may be its siblings. The `CANDIDATES` latest places where the last `GRAM` tokens occurred are compared. It takes the
+    place where the most tokens before agree too; among equal ones, the latest place.
 
-    A hash table has the latest place of each n-gram, and each place the next older one with the same hash, as in LZ77
-    compressors. So a token takes a constant time, and nothing is removed: a place of tokens that are no longer there
-    is found by comparing. Memory: 12 bytes a token of a slot, and 2 MB.
+    A hash table has the latest place of each n-gram, and each place refers to the next older one with the same hash, as
+    in LZ77 compressors. So adding a token takes constant time. Entries are never removed: those of overwritten tokens
+    are recognised when tokens are compared. Memory: 12 bytes per token of a slot, and 2 MB.
 
     >>> drafter = LookUp()
     >>> drafter.begin(0, [1, 2, 3, 4, 5, 9, 1, 2, 3])

@@ -88,7 +88,9 @@ class Registry:
         member = self._holder(name, lease)
         if now >= member.lease_ends and not member.left:
             raise NotRegistered(
-                f"the lease of {name} has expired", f"{now - member.lease_ends:.1f} s ago", hint="join again"
+                f"the lease of {name} has expired",
+                f"{now - member.lease_ends:.1f} s ago",
+                hint="send a new join request, then renew that lease",
             )
         member.lease_ends = now + self.lease_s
         return self.states(now=now)[name]
@@ -105,17 +107,20 @@ class Registry:
             known = ", ".join(sorted(self.members)) or "none so far"
             raise NotRegistered(f"no engine {name!r} has joined", f"the fleet has {known}", hint="see etude fleet list")
         if self.members[name].left:
-            raise NotRegistered(f"{name} has left", "it gets no requests", hint="see etude fleet list")
+            raise NotRegistered(
+                f"{name} has left", "an engine that has left gets no requests", hint="see etude fleet list"
+            )
         self.members[name].draining = True
 
     def finish_drain(self, name: str) -> None:
-        """Record that a draining engine has finished its work. One that joined again meanwhile is not affected."""
+        """Record that a draining engine has finished its work. An engine that joined again meanwhile is not
+        affected."""
         member = self.members.get(name)
         if member is not None and member.draining:
             member.left = True
 
     def record_probe(self, name: str, info: EngineInfo | None) -> None:
-        """Record the result of a probe (a request for the engine's state), or None if it failed.
+        """Record the result of a probe (a request for the engine's state). `info`: None if the probe failed.
 
         Unknown names are ignored."""
         member = self.members.get(name)
@@ -130,8 +135,8 @@ class Registry:
     def set_head(self, version: Version) -> None:
         """Set the newest published version.
 
-        When it starts a new lineage, engines get no work before they have adopted it. Step numbers alone would admit
-        weights of the abandoned lineage."""
+        If the version belongs to a new lineage, since a run was restarted, engines get no work before they have loaded
+        it. It would not be enough to compare step numbers, since the abandoned weights may have later ones."""
         renewed = self._head is None or self._head.incarnation != version.incarnation
         self._head = version
         for member in self.members.values():
@@ -140,7 +145,8 @@ class Registry:
             self._catch_up(member)
 
     def states(self, *, now: float) -> dict[str, State]:
-        """Return the states of all engines by name. Standbys replace lost engines in order of joining."""
+        """Return the states of all engines by name. For each lost engine, one standby is serving, in the order of
+        joining."""
         states = {name: self._state(member, now) for name, member in self.members.items()}
         num_lost = sum(s is State.LOST and not self.members[name].joined.standby for name, s in states.items())
         for name in [name for name, s in states.items() if s is State.STANDBY][:num_lost]:
@@ -178,8 +184,10 @@ class Registry:
     def _holder(self, name: str, lease: str) -> Member:
         member = self.members.get(name)
         if member is None:
-            facts = "it was removed after a silence, or the registry was started again"
-            raise NotRegistered(f"the registry does not know {name}", facts, hint="join again")
+            facts = "it did not renew its lease in time and was removed, or the registry was started again"
+            raise NotRegistered(
+                f"the registry does not know {name}", facts, hint="send a new join request, then renew that lease"
+            )
         if not secrets.compare_digest(member.lease.encode(), lease.encode()):
             facts = "an engine joined again under this name"
             hint = "if two engines have this name, rename one; otherwise join again"

@@ -91,7 +91,7 @@ class RegistryWait:
             facts = f"{cause}; waited {self._wait_s:g} s"
             hint = "start or resume the run; the URL must be the address of its fleet.listen"
             hint += "; --wait-s sets the longest wait" if self._wait_s > 0 else ""
-            raise DeadlineExceeded(f"no registry at {self._registry}", facts, hint=hint)
+            raise DeadlineExceeded(f"no registry answers at {self._registry}", facts, hint=hint)
 
 
 def fetch_requirements(registry: str, token: str | None, *, wait_s: float = WAIT_S) -> EngineRequirements:
@@ -120,8 +120,8 @@ def fetch_requirements(registry: str, token: str | None, *, wait_s: float = WAIT
 def parse_answer(registry: str, status: int, body: bytes, kind: type[T]) -> T:
     """Parse the JSON body of a registry's response as a `kind`.
 
-    Raises the error that the response stands for; `EngineGone` for a proxy's "unavailable" status; and `InputError` for
-    a response that is not a registry's. `registry` is the URL, for errors."""
+    Raises the error that the response contains; `EngineGone` if a proxy answered that the registry is unavailable; and
+    `InputError` for a response that is not a registry's. `registry` is the URL, for errors."""
     try:
         if status == 200:
             return msgspec.json.decode(body, type=kind)
@@ -156,8 +156,8 @@ async def call_registry(
 ) -> T:
     """Send a request to a registry and parse the JSON response as a `kind`.
 
-    It is a GET request, or a POST request with `body` as JSON. Raises as `parse_answer` does, and `EngineGone` when the
-    registry does not respond within `deadline_s` seconds."""
+    It is a GET request, or a POST request with `body` as JSON. Raises the errors of `parse_answer`, and `EngineGone` if
+    the registry does not respond within `deadline_s` seconds."""
     method, data = ("GET", None) if body is None else ("POST", msgspec.json.encode(body))
     timeout = aiohttp.ClientTimeout(total=deadline_s)
     try:
@@ -172,14 +172,14 @@ async def call_registry(
 class Registration:
     """Keeps one engine registered in a fleet: joins, renews the lease, and joins again when the lease was lost.
 
-    The lease is the engine's membership for some seconds. The attribute `state` is the engine's state as of the last
-    response.
+    A lease makes the engine a member of the fleet for some seconds. The attribute `state` is the engine's state as of
+    the last response.
 
     - `registry`, `token`: the URL of the registry, and the bearer token.
-    - `wait_s`: the longest time in which the registry does not respond, in seconds.
+    - `wait_s`: for how many seconds the registry may not respond.
     - `report`: called with texts about the progress.
-    - `must_answer`: whether the engine is running already. True: if the registry cannot reach the engine at the first
-      join, the engine's URL is wrong, which is an error. False: the registration waits for the engine."""
+    - `must_answer`: whether the engine is running already. If True, it is an error if the registry cannot reach the
+      engine at the first join, since its URL must be wrong. If False, the registration waits for the engine."""
 
     def __init__(
         self,
@@ -350,5 +350,5 @@ class FleetUpdater:
 
 
 async def fetch_roster(session: aiohttp.ClientSession, url: str) -> Roster:
-    """Fetch the list of engines from the registry at `url`. Raises as `call_registry` does."""
+    """Fetch the list of engines from the registry at `url`. Raises the errors of `call_registry`."""
     return await call_registry(session, url, ENGINES, Roster, deadline_s=ROSTER_TIMEOUT_S)

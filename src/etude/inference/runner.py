@@ -12,6 +12,7 @@ from itertools import accumulate, count
 import numpy as np
 import torch
 
+from etude.inference.heads import Heads
 from etude.inference.kv import I64, KVCache, Span, StepCache
 from etude.inference.sampler import finish_sampling, is_special
 from etude.inference.scheduler import Chunk, Draft, Plan, Sequence
@@ -24,11 +25,14 @@ from etude.records.wire import Routes
 class Runner:
     """The model, its KV cache, and the tokens and routes of each slot, on a CPU. `device_runner.runner_for` makes one.
 
-    A slot is the memory of one running sequence. Shapes: L layers with a router, K experts per token."""
+    A slot is the memory of one running sequence. With `drafts` the runner keeps what the model's MTP heads need, and
+    `heads` drafts with them. Shapes: L layers with a router, K experts per token."""
 
-    def __init__(self, model: Transformer, *, num_slots: int, context_tokens: int) -> None:
+    def __init__(self, model: Transformer, *, num_slots: int, context_tokens: int, drafts: bool = False) -> None:
         self.model = model.eval()
-        self.kv = KVCache(model.local, model.operators, num_slots=num_slots, context_tokens=context_tokens)
+        size: dict[str, int] = {"num_slots": num_slots, "context_tokens": context_tokens}
+        self.kv = KVCache(model.local, model.operators, **size, heads=len(model.mtp) if drafts else 0)
+        self.heads = Heads(model, self.kv, **size) if drafts else None
         sizes = (num_slots, context_tokens)
         self._non_finite = NonFiniteReporter(model)
         self._tokens = np.zeros(sizes, np.int64)
@@ -48,6 +52,8 @@ class Runner:
         for copy in plan.copies:
             self.kv.copy(copy.source, copy.target, copy.stop)
             self._routes[copy.target, : copy.stop] = self._routes[copy.source, : copy.stop]
+            if self.heads is not None:
+                self.heads.copy(copy.source, copy.target, copy.stop)
         slots = np.array([s.row for s in plan.decode], np.int64)
         positions = np.array([s.num_computed for s in plan.decode], np.int64)
         parts: list[Chunk | Draft] = [*plan.chunks, *plan.drafts]
@@ -56,7 +62,14 @@ class Runner:
             self._tokens[part.sequence.row, part.start : part.stop] = part.token_ids
         tokens = torch.from_numpy(self._tokens[cache.row_slots, cache.row_positions])
         rows = None if not plan.chunks else torch.from_numpy(sampling_rows(plan))
-        logits, routes = self.model(tokens, cache, rows=rows)
+        if self.heads is None:
+            logits, routes = self.model(tokens, cache, rows=rows)
+        else:
+            done = self.model.run(tokens, cache, rows=rows)
+            logits, routes = done.logits, done.routes
+            for chunk in plan.chunks:
+                self.heads.cut(chunk.sequence.row, chunk.start)
+            self.heads.keep(cache.row_slots, cache.row_positions, done.stream)
         self._routes[cache.row_slots, cache.row_positions] = routes.numpy()
         for sequence in plan.decode:
             sequence.num_computed += 1
@@ -163,10 +176,11 @@ def append_verified(
     non_finite: NonFiniteReporter,
 ) -> None:
     """Append to each drafted sequence the tokens that its rows sampled, up to the first one that differs from its
-    draft. The sequence is then as after as many steps of one token.
+    draft. The result is the same as if each of these tokens had been sampled in a step of its own.
 
-    `tokens` and `logprobs` are those of all rows, sampled plainly. `finish` samples some of the rows again, for
-    sequences that are not sampled plainly: it is called for a row once the sequence has all tokens before it."""
+    `tokens` and `logprobs`: the results for all rows, sampled without penalties, truncation and grammars. `finish`
+    samples the rows of sequences with such settings again; it is called for a row when the sequence has all tokens
+    before it."""
     firsts = accumulate((len(draft.token_ids) for draft in drafts), initial=0)
     going = list(zip(drafts, firsts, strict=False))  # with the row that computes its latest token
     for depth in count():

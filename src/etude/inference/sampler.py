@@ -21,7 +21,7 @@ from etude.numerics.shaped_sampling import Shape, sample_shaped
 
 
 def is_special(sequence: Sequence) -> bool:
-    """Return whether `finish_sampling` has anything to do for the sequence."""
+    """Return whether `finish_sampling` must be called for the sequence."""
     return sequence.shaping is not None or sequence.request.sampling.top_logprobs > 0
 
 

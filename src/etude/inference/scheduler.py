@@ -41,7 +41,8 @@ class Sequence:
     - `future`: gets the completion, or the error.
     - `slot`: the KV slot in which it runs. None: it is waiting.
     - `begun`: whether its first chunk was planned. Until then its slot still holds the KV of an earlier request.
-    - `awaited`: another sequence, and how many tokens of it this one waits for before it begins.
+    - `awaited`: another sequence whose KV this one will copy, and the number of its tokens that must be computed
+      before.
     - `num_cached`: prompt tokens whose KV was reused; `num_computed`: positions whose KV is in the slot.
     - `token_ids`, `logprobs`: the tokens sampled so far, and their log-probabilities.
     - `spans`: which version sampled which tokens, for the versions before the current one. `num_spanned`: the number of
@@ -70,18 +71,18 @@ class Sequence:
 
     @property
     def num_prompt(self) -> int:
-        """The number of prompt tokens."""
+        """The number of prompt tokens of the request."""
         return len(self.request.prompt_ids)
 
     @property
     def row(self) -> int:
-        """The index of its slot. The sequence must have one."""
+        """The index of the sequence's slot. The sequence must be running."""
         assert self.slot is not None, f"request {self.request.request_id} has no slot"
         return self.slot.index
 
     @property
     def stale(self) -> bool:
-        """Whether its slot has keys of an older version."""
+        """Whether the sequence's slot has keys and values that older weights computed."""
         return self.kv_epoch > 0
 
     @property
@@ -92,17 +93,17 @@ class Sequence:
 
     @property
     def num_missing(self) -> int:
-        """The most tokens that it can still get."""
+        """The largest number of tokens that the sequence can still get."""
         return self.request.sampling.max_tokens - len(self.token_ids)
 
     @property
     def ended(self) -> bool:
-        """Whether it gets no further token: it is finished, or its grammar failed."""
+        """Whether the sequence gets no further token, because it is finished or its grammar failed."""
         return self.finished or (self.shaping is not None and self.shaping.failure is not None)
 
     @property
     def phase(self) -> str:
-        """A description of its progress, for errors."""
+        """A text that describes the progress of the sequence, for errors."""
         if self.slot is None:
             return "waiting for a KV slot"
         if self.num_computed < self.num_prompt:
@@ -110,17 +111,17 @@ class Sequence:
         return f"{len(self.token_ids)} of {self.request.sampling.max_tokens} tokens sampled"
 
     def is_late(self, now: float, stepped: float) -> bool:
-        """Return whether no step has ended for `deadline_s` (of the request) seconds. `stepped`: when the latest step
-        ended."""
+        """Return whether no step of the engine has ended for as many seconds as the request's `deadline_s`. `now`,
+        `stepped`: the present time, and when the latest step ended."""
         return now - max(self.arrived, stepped) >= self.request.deadline_s
 
     @property
     def production(self) -> bool:
-        """Whether it is a production request."""
+        """Whether the request comes from the gateway (production), not from a rollout."""
         return self.request.traffic is Traffic.PRODUCTION
 
     def restart(self) -> None:
-        """Reset everything that was computed and sampled."""
+        """Delete everything that was computed and sampled for the sequence, so that it starts again."""
         self.slot, self.begun, self.awaited = None, False, None
         self.num_cached, self.num_computed, self.kv_epoch = 0, 0, 0
         self.token_ids, self.logprobs, self.spans, self.num_spanned, self.likeliest = [], [], [], 0, []
@@ -188,7 +189,7 @@ class Draft:
 
     @property
     def num_accepted(self) -> int:
-        """After the step: how many tokens the sequence got beyond the one that it gets without drafts."""
+        """How many of the drafts were accepted. Valid after the step."""
         return self.sequence.num_computed - self.start - 1
 
 
@@ -246,7 +247,7 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         """Add a request to the queue. Raises `EngineBusy` when the queue of its class is full.
 
-        Requests that get a slot at the next plan do not count."""
+        Requests that will get a slot at the next `plan` do not count as waiting."""
         num_waiting = sum(s.production == sequence.production for s in self.waiting)
         if num_waiting >= self.max_waiting + self.slots.num_available:
             raise EngineBusy(
@@ -282,8 +283,8 @@ class Scheduler:
         return plan
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a request, finished or not. Its slot is free now, but keeps its KV; it stays reserved for the session
-        if the request asks for that."""
+        """Remove a request, finished or not, and free its slot. The KV stays in the slot; if the request asks for it,
+        the slot is reserved for the session."""
         if sequence.slot is None:
             self.waiting.remove(sequence)
             return
@@ -293,7 +294,7 @@ class Scheduler:
         sequence.begun = False
 
     def remove_departed(self, now: float, *, stepped: float) -> list[Sequence]:
-        """Remove and return sequences that were cancelled or are late. Late ones fail.
+        """Remove and return sequences that were cancelled or are late. The futures of late ones get an error.
 
         `now` and `stepped` (the end of the latest step) are in seconds. A sequence that waits for a slot is not late
         while others make progress."""
@@ -305,10 +306,10 @@ class Scheduler:
         return gone
 
     def remove_outdated(self, step: int) -> list[Sequence]:
-        """Remove and return sequences that demand a later version than `step`, the one that is now loaded.
+        """Remove and return sequences that require a later version than the loaded one, whose step is `step`.
 
-        A restarted learner may continue from an older step than it had published. No token may be sampled by an older
-        version than demanded."""
+        There are such sequences if a restarted learner continues from an older step than it had published. Their tokens
+        must not be sampled by an older version than required."""
         gone = [s for s in (*self.waiting, *self.running) if s.request.min_step > step]
         for sequence in gone:
             self.finish(sequence)

@@ -166,7 +166,7 @@ def _build(
 def live_weights(model: Transformer, quantise: Quantise) -> tuple[Mapping[str, torch.Tensor], list[Derived]]:
     """Return the memory to which versions are written, by published name, and the memory that is derived from it.
 
-    In low precision the first is packed bytes, from which the model's weights are decoded."""
+    In low precision, versions are written to packed bytes, from which the model's weights are then decoded."""
     if quantise is Quantise.NONE:
         return hf_views(model), []
     held = PackedWeights(model, FORMATS[quantise])

@@ -69,7 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def speculation(text: str) -> Speculation | Plugin:
-    """Parse the argument --speculation: a built-in name, an import path, or what `EngineConfig.arguments` writes.
+    """Parse the argument --speculation: a built-in name, an import path, or the text that `EngineConfig.arguments`
+    returns for a plug-in.
 
     Raises `ArgumentTypeError`."""
     if text.startswith("{"):

@@ -21,8 +21,10 @@ I64 = npt.NDArray[np.int64]
 
 
 class Changes(NamedTuple):
-    """Changes of a row's logits, one value for each of the N tokens `tokens`: `bias` is added first. Then a positive
-    logit is divided and another one multiplied by `repetition`. Finally `penalty` is subtracted."""
+    """Changes of the logits of N tokens in one row. All arrays have shape [N].
+
+    First `bias` is added. Then a positive logit is divided by `repetition`, and a negative one is multiplied by it.
+    Finally `penalty` is subtracted."""
 
     tokens: I64
     bias: F32
@@ -31,9 +33,10 @@ class Changes(NamedTuple):
 
 
 class Shaping:
-    """The state of one request. `matcher`: its compiled grammar, in its first state; None without a grammar.
+    """The state of the penalties and the grammar of one request. `matcher`: its compiled grammar, before the first
+    token; None without a grammar.
 
-    `failure` is set when its grammar becomes too complex, or when no token is allowed. The request must then end.
+    `failure`: an error if the grammar has become too complex, or allows no token; the request must then end.
     """
 
     def __init__(self, request: CompletionRequest, matcher: Matcher | None, *, vocab_size: int) -> None:

@@ -54,8 +54,8 @@ class Prefix:
 class SlotTable:
     """All KV slots, the tokens of each, and the idle sessions that keep some of them.
 
-    `held`: for how many leading tokens each slot has valid KV, [S] int64. With `share` False no KV is reused, for
-    comparisons.
+    `held`: the number of leading tokens for which each slot has valid KV, [S] int64. With `share` False no KV is
+    reused, for comparisons.
 
     >>> table, ids = SlotTable(2, 64), np.arange(32, dtype=np.int32)
     >>> first = table.acquire("s", ids)
@@ -164,7 +164,7 @@ class SlotTable:
         self.held[slot.index] = held
 
     def written(self, slot: Slot) -> int:
-        """Return how many tokens of the slot's request are recorded, whether or not their KV is computed."""
+        """Return the number of recorded tokens of the slot's request, including tokens whose KV is not computed yet."""
         return int(self._written[slot.index])
 
     def swapped(self) -> None:

@@ -18,6 +18,7 @@ import math
 import operator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -34,6 +35,18 @@ _IDLE = 8  # steps that forget as much as one draft
 _OF_COSTS = 1 / 256  # forgotten of the steps' times, per step
 _RIDGE = 1e-3  # of a step; where less is known, a cost is taken for 0
 _OUTLIER = 4.0  # a longer time than this many times the expected one counts as much
+
+
+@runtime_checkable
+class AllAtOnce(Protocol):
+    """A drafter that drafts all sequences of a step together, and reads their tokens from them (`heads.Heads`)."""
+
+    caught_up: bool
+    """Whether the last call did work that later calls will not need. Its time is not taken for that of drafts."""
+
+    def draft_all(self, wanted: Many[tuple[Sequence, int]]) -> list[list[int]]:
+        """Return the drafts of each sequence, in the same order: as many as asked for, or none."""
+        ...
 
 
 @dataclass(slots=True)
@@ -73,16 +86,18 @@ class _SlotState:
 
 
 class StepCosts:
-    """The time of a step as a sum: of a constant, per sequence, for drafts at all, and per draft.
+    """Estimates the duration of a step as a sum of four parts: a constant, a time per sequence, a constant if there are
+    drafts, and a time per draft.
 
-    A least squares fit that forgets older steps."""
+    It is a least squares fit in which older steps have less weight."""
 
     def __init__(self) -> None:
         self._xx, self._xt = np.zeros((4, 4)), np.zeros(4)
         self._costs: np.ndarray[tuple[int], np.dtype[np.float64]] | None = np.zeros(4)
 
     def add(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
-        """Add a step that computed a token for each sequence, and drafts of some."""
+        """Add a measured step: it computed a token for each of `num_sequences`, and `num_drafts` drafts, and took
+        `seconds`."""
         x = np.array([1.0, num_sequences / MOST, float(num_drafts > 0), num_drafts / MOST])
         if (expected := float(x @ self.costs)) > 0.0:
             seconds = min(seconds, _OUTLIER * expected)
@@ -92,7 +107,7 @@ class StepCosts:
 
     @property
     def costs(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """Of each summand in seconds, [4]; those of sequences and drafts for `MOST` of them."""
+        """The estimated parts of the sum in seconds, [4]; those of sequences and drafts are for `MOST` of them."""
         if self._costs is None:
             self._costs = np.linalg.solve(self._xx + _RIDGE * np.eye(4), self._xt).clip(min=0.0)
         return self._costs
@@ -102,33 +117,37 @@ class StepCosts:
         return float(self.costs[0] + self.costs[1] * num_sequences / MOST)
 
     def drafts_s(self, num_drafts: int) -> float:
-        """Return by how many seconds drafts lengthen a step."""
+        """Return by how many seconds `num_drafts` drafts lengthen a step."""
         return float(self.costs[2] + self.costs[3] * num_drafts / MOST) if num_drafts else 0.0
 
     @property
     def draft_s(self) -> float:
-        """The seconds of one further draft."""
+        """The expected seconds that one further draft takes."""
         return float(self.costs[3]) / MOST
 
 
 class Speculator:
     """Adds drafts to the plans of an engine.
 
-    - `drafter`: proposes tokens.
+    - `drafter`: proposes tokens: for one sequence at a time, or for all of a step (`AllAtOnce`).
     - `num_slots`: the slots of the engine.
-    - `vocab_size`: other token ids than those below are no drafts.
+    - `vocab_size`: proposed ids that are not below it are ignored.
     - `costs`: estimates the times of steps."""
 
-    def __init__(self, drafter: Drafter, *, num_slots: int, vocab_size: int, costs: StepCosts | None = None) -> None:
+    def __init__(
+        self, drafter: Drafter | AllAtOnce, *, num_slots: int, vocab_size: int, costs: StepCosts | None = None
+    ) -> None:
         self.drafter, self.costs, self._vocab_size = drafter, costs or StepCosts(), vocab_size
+        self._together = drafter if isinstance(drafter, AllAtOnce) else None
         self._max_rows = max(num_slots, MOST + 1)
         self._slots = [_SlotState() for _ in range(num_slots)]
         self._all = _Acceptance(_MEMORY)
         self._step = 0
+        self._uneven = False  # the time of this step says nothing of later ones
 
     def with_drafts(self, plan: Plan) -> Plan:
-        """Return the plan with drafts for those of its decoding sequences for which they are expected to pay."""
-        self._step += 1
+        """Return the plan with drafts for those decoding sequences for which drafts are expected to save time."""
+        self._step, self._uneven = self._step + 1, False
         num = len(plan.decode)
         room, step_s = self._max_rows - num, self.costs.step_s(num)
         if room <= 0 or not num or step_s <= 0.0:
@@ -139,17 +158,27 @@ class Speculator:
             return plan
         expected = self._all.share(self._step, HOPE)
         shares = {s: self._state(s).acceptance.share(self._step, expected) for s in plan.decode}
-        drafts: dict[Sequence, Draft] = {}
-        gain = 0.0
+        found: dict[Sequence, list[int]] = {}
+        wanted: list[tuple[Sequence, int]] = []
+        gain, num_drafts = 0.0, 0
         for sequence in sorted(plan.decode, key=lambda s: -shares[s]):
             most = min(room, _depth(shares[sequence], least), sequence.num_missing - 1)
-            if most > 0 and (found := self._drafted(sequence, most)):
-                drafts[sequence] = Draft(sequence, sequence.num_computed, [sequence.token_ids[-1], *found])
-                room -= len(found)
-                gain += sum(shares[sequence] ** depth for depth in range(1, len(found) + 1))
-        num_drafts = sum(draft.num_drafted for draft in drafts.values())
-        if not drafts or gain < tokens_per_s * self.costs.drafts_s(num_drafts):
+            if most <= 0:
+                continue
+            if self._together is not None:
+                wanted.append((sequence, most))
+                num = most
+            else:
+                found[sequence] = self._drafted(sequence, most)
+                num = len(found[sequence])
+            room, num_drafts = room - num, num_drafts + num
+            gain += sum(shares[sequence] ** depth for depth in range(1, num + 1))
+        if not num_drafts or gain < tokens_per_s * self.costs.drafts_s(num_drafts):
             return plan
+        if self._together is not None:
+            found = dict(zip((s for s, _ in wanted), self._together.draft_all(wanted), strict=True))
+            self._uneven = self._together.caught_up
+        drafts = {s: Draft(s, s.num_computed, [s.token_ids[-1], *ids]) for s, ids in found.items() if ids}
         rest = [s for s in plan.decode if s not in drafts]
         return replace(plan, decode=rest, drafts=sorted(drafts.values(), key=lambda draft: draft.sequence.row))
 
@@ -160,7 +189,7 @@ class Speculator:
             tried = min(draft.num_drafted, accepted + 1)
             self._slots[draft.sequence.row].acceptance.add(accepted, tried, self._step)
             self._all.add(accepted, tried, self._step)
-        if not plan.chunks:
+        if not plan.chunks and not self._uneven:
             num_drafts = sum(draft.num_drafted for draft in plan.drafts)
             self.costs.add(len(plan.decode) + len(plan.drafts), num_drafts, seconds)
 
@@ -173,6 +202,7 @@ class Speculator:
     def _drafted(self, sequence: Sequence, most: int) -> list[int]:
         """Return the drafts for a sequence, after the drafter was told its latest tokens."""
         state, ids = self._slots[sequence.row], sequence.token_ids
+        assert not isinstance(self.drafter, AllAtOnce)
         if state.num_known < 0:
             self.drafter.begin(sequence.row, [*sequence.request.prompt_ids.tolist(), *ids])
         else:
@@ -184,8 +214,8 @@ class Speculator:
 
 
 class PluginDrafter:
-    """A drafter of a user's own package. Every method raises `PluginError` when the plug-in raises, or returns
-    something else than integers."""
+    """A drafter of a user's own package. Every method raises `PluginError` if the plug-in raises an error or does not
+    return integers."""
 
     def __init__(self, plugin: Plugin) -> None:
         self._plugin = plugin
@@ -205,7 +235,8 @@ class PluginDrafter:
 
 
 def drafter_for(setting: Speculation | Plugin) -> Drafter | None:
-    """Return a new drafter of the kind that a config names; None for none. Raises as `plugins.make` does."""
+    """Return a new drafter of the kind that a config names; None for none. Raises `PluginRefused` for a plug-in that
+    cannot be used."""
     if isinstance(setting, Plugin):
         return PluginDrafter(setting)
     return LookUp() if setting is Speculation.LOOK_UP else None

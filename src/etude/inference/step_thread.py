@@ -87,7 +87,7 @@ class StepThread:
                 raise self._end_error or _closing(self.name)
             if len(self._inbox) > self._max_calls:
                 raise EngineBusy(
-                    f"{self.name} does not process its calls",
+                    f"{self.name} does not process its queued calls",
                     f"{len(self._inbox)} calls wait",
                     hint="restart the engine if it hangs",
                 )
@@ -122,7 +122,8 @@ class StepThread:
             raise self.hang_error(f"{self.name} did not answer {what} within {CONTROL_DEADLINE_S:g} s") from None
 
     def hang_error(self, what: str) -> EngineLate:
-        """Return the error of a call that the thread did not run in time. `what` says which, and begins the message."""
+        """Return the error of a call that the thread did not run in time. `what` describes the call and begins the
+        message."""
         return EngineLate(
             what,
             f"the stepping thread of {self.name} has not moved for {self.stalled_s:.1f} s",
@@ -145,7 +146,7 @@ class StepThread:
                 EngineError(
                     f"{self.name} died",
                     f"{type(error).__name__}: {error}",
-                    hint="restart the engine; its log says more",
+                    hint="restart the engine; see its log for the cause",
                 )
             )
 

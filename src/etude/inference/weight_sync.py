@@ -62,8 +62,8 @@ class WeightSync:
 
     - `views`: the live weights by published name.
     - `chain`: where the versions come from.
-    - `derived`: what is computed from the live weights, such as decoded low-precision weights.
-    - `adapted`: makes the live memory when LoRA adapters are published. None: they cannot be served.
+    - `derived`: memory that is computed from the live weights, such as decoded low-precision weights.
+    - `adapted`: creates the live memory if LoRA adapters are published. None: this engine cannot load adapters.
     - `poll_s`: the pause between two polls of the chain in seconds; 0 for a chain whose `advance` itself waits for a
       new version.
 
@@ -110,7 +110,7 @@ class WeightSync:
             self._thread.join(5.0)
 
     def step(self) -> Version | None:
-        """Load the newest published version into the engine.
+        """Load the newest published version into the engine, if it is not loaded yet.
 
         Returns the version, or None when there is nothing new. Raises `EtudeError`."""
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
@@ -235,7 +235,8 @@ def is_finite(codes: Codes, kind: DType) -> bool:
 
 
 def initial_version(views: Mapping[str, torch.Tensor]) -> Version:
-    """Return the version of weights from a checkpoint: step 0, incarnation of zeros, digest of the content as f32."""
+    """Return the version of weights from a checkpoint: step 0, incarnation of zeros, digest of the content as
+    float32."""
     return Version(step=0, incarnation="00000000", digest=content_digest({n: _digest(v) for n, v in views.items()}))
 
 

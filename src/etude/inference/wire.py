@@ -35,7 +35,7 @@ class AdoptRequest(msgspec.Struct, frozen=True, kw_only=True):
 class HoldRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The body of POST /hold: keep the loaded version for the next `seconds` (0 to 60).
 
-    Each request replaces the last one; 0 ends it. The response is the `Version`."""
+    Each request replaces the time of the last one; 0 allows new versions at once. The response is the `Version`."""
 
     seconds: float
 
@@ -57,14 +57,14 @@ class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verified(msgspec.Struct, frozen=True, kw_only=True):
-    """The response of POST /verify: the loaded version, and its log-probability of each token but the first."""
+    """The response of POST /verify: the loaded version, and the log-probability of each token except the first."""
 
     version: Version
     logprobs: list[float]
 
 
 class OperatorsRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of POST /operators: a text for which the results of all operators are wanted.
+    """The body of POST /operators: the text for which the results of all operators are requested.
 
     The first `prompt_tokens` tokens are computed in chunks, the others one by one."""
 
@@ -101,8 +101,9 @@ def frame(part: list[int] | Completion | EtudeError) -> bytes:
     A stream is a sequence of frames in the body of one response. A frame is its kind (one byte), the length of its
     payload (u32, little endian) and the payload:
 
-        t   token ids, int32 little endian: those sampled since the last frame c   the packed `Completion`; the last
-        frame e   HTTP status (u16, little endian) and JSON body of an error; the last frame
+    - t: token ids, int32 little endian: those sampled since the last frame
+    - c: the packed `Completion`; the last frame
+    - e: HTTP status (u16, little endian) and JSON body of an error; the last frame
 
     >>> frame([1, 2])
     b't\\x08\\x00\\x00\\x00\\x01\\x00\\x00\\x00\\x02\\x00\\x00\\x00'

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 
 class Limit:
-    """The number of slots of one or more `AdjustableSemaphore` objects. When it changes, they follow."""
+    """The number of slots of one or more `AdjustableSemaphore` objects. It can be changed while they are in use."""
 
     def __init__(self, value: int) -> None:
         self.value = value

@@ -63,7 +63,7 @@ FEW, MANY, PLAYED = 4, 32, 48
 def cpu_of(work: Callable[[], object]) -> float:
     """Call `work` several times and return the smallest CPU time in seconds.
 
-    Other load on the machine only adds to it."""
+    The smallest is taken because other load on the computer can only make it larger."""
     took = []
     for _ in range(REPEATS):
         began = time.process_time()
@@ -180,7 +180,7 @@ def prepare_run(config: RunConfig, folder: Path) -> RunFolder:
 async def machine_constants(run: RunFolder, config: RunConfig, engine: Mapping[str, float]) -> dict[str, float]:
     """Measure the fields of `plan.Measured` for requests, workers, graders and the conductor, by name.
 
-    It runs rollouts of a script and rollouts of the model. `engine`: the results of `engine_constants`."""
+    It runs scripted rollouts and rollouts of the model. `engine`: the results of `engine_constants`."""
     telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
     one = replace(config, fleet=replace(config.fleet, engines=(EngineKind.REFERENCE,)))
     supervisor = Supervisor(telemetry)

@@ -9,8 +9,7 @@ from pathlib import Path
 from etude.errors import CheckpointError
 from etude.file_checksums import SUMS, files_in, verify_files, write_sums
 from etude.harness import ChatFormat
-from etude.models.config import ModelConfig
-from etude.models.headers import unused_layers
+from etude.models.headers import read_model_config, unused_layers
 from etude.records import Version
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
@@ -29,8 +28,8 @@ def copy_start_checkpoint(
 ) -> None:
     """Copy a Hugging Face directory into a run as its starting checkpoint and tokeniser. Raises `CheckpointError`.
 
-    `name`: of the copy in the run's folder `checkpoints`: "mid", from which RL starts, or "start", from which
-    mid-training does.
+    `name`: the name of the copy in the run's folder `checkpoints`: "mid", from which RL starts, or "start", from which
+    mid-training starts.
 
     Optimiser state from another run is not copied, since this run begins at step 0. If the checkpoint has layers that
     etude does not compute, an event names them."""
@@ -46,7 +45,7 @@ def copy_start_checkpoint(
             shutil.copy(checkpoint / file, run / "tokenizer" / file)
     write_sums(run / "tokenizer")
     ChatFormat.load(run / "tokenizer")  # raises when there is no usable chat format
-    layers = unused_layers(checkpoint, ModelConfig.from_hf(json.loads((checkpoint / "config.json").read_bytes())))
+    layers = unused_layers(checkpoint, read_model_config(checkpoint))
     if layers and telemetry is not None:
         telemetry.event("start.left_out", checkpoint=str(checkpoint), layers=layers)
 

@@ -296,6 +296,9 @@ class RunConfig:
     def _check_mid_training(self) -> None:
         """Refuse corpora of mid-training that do not go with `start`. Raises `ConfigError`."""
         corpora = [phase.corpus for phase in self.mid_training.settings()]
+        if self.mid_training.lora_rank and self.start is None:
+            hint = "set mid_training.lora_rank = 0, or start from a checkpoint"
+            raise ConfigError("mid_training.lora_rank is set and `start` is not", "a new model has no base", hint=hint)
         if self.start is None and self.mid_training.uses_corpus:
             facts = "a run without `start` trains a tokeniser of its own, and this corpus has another one"
             hint = "set start to a checkpoint with the tokeniser of the corpus"
@@ -308,7 +311,7 @@ class RunConfig:
 
     @property
     def mid_trains(self) -> bool:
-        """Whether the run has the phase mid-training: from `start` it has it with `mid_training.corpus` only."""
+        """Whether the run has mid-training. A run with `start` has it only if `mid_training.corpus` is set."""
         return self.start is None or self.mid_training.uses_corpus
 
     def with_parity_budget(self) -> RunConfig:
@@ -330,7 +333,7 @@ class RunConfig:
 
     @property
     def composition(self) -> Composition:
-        """How rewards are composed, without the terms of `[rewards]`, which may change in a run.
+        """The settings by which rewards are composed, without the terms of `[rewards]`, which may change in a run.
 
         `RewardSettings.composition` adds the terms of a step."""
         experience = self.experience
@@ -391,7 +394,7 @@ def read_config(run: RunFolder) -> RunConfig:
     """
     path = run / "config.toml"
     if not path.is_file():
-        raise RunError(f"{path} is missing", "it has the settings of the run", hint=HINT_COPY)
+        raise RunError(f"{path} is missing", "it contains the settings of the run", hint=HINT_COPY)
     try:
         return with_digests(load(path, RunConfig), {one["path"]: one["digest"] for one in run.plugins()})
     except ConfigUnreadable as error:
@@ -468,7 +471,8 @@ def _shown(plain: Mapping[str, Any], name: str) -> str:
 def open_tasks(config: RunConfig, *, canaries: bool = True) -> TaskSource:
     """Open the run's task source, with the images that `preflight` has built. Raises `TaskError` if it is damaged.
 
-    With `canaries` the source also has the config's canary tasks, which show whether the agent cheats."""
+    With `canaries` some training tasks are canaries as configured: they cannot be solved honestly, so a reward shows
+    cheating."""
     tasks = config.tasks
     source = open_source(tasks.source, tasks.seed, files=tasks.files, functions_per_file=tasks.functions_per_file)
     if isinstance(source, HarborSource) and config.machines.images:

@@ -90,7 +90,8 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
 
 
 def encoded(chat: ChatFormat, document: str | Exchange, *, most: int) -> I32 | Answered:
-    """Encode a document of the corpus as token ids, int32 [T]. For an exchange also return the length of its context.
+    """Encode a document of the corpus. Returns its token ids, int32 [T]; for an exchange an `Answered`, which also has
+    the length of the context.
 
     An exchange is messages with an answer, and only the answer is trained on. Raises `TaskError` for an exchange of
     more than `most` tokens, since a part of it would lack its context. Longer texts are split later."""

@@ -20,7 +20,8 @@ STATES = "audits"  # in the ledger: name of the audit → `AuditState`
 
 
 class DriftMonitor:
-    """The audits of a run. Create it before the run trains; call `observe` with the groups of each step."""
+    """Runs the audits of a run, which test whether reward terms drift. Create it before the run trains, and call
+    `observe` with the groups of each step."""
 
     def __init__(self, ledger: Ledger, telemetry: Telemetry) -> None:
         self.ledger, self.telemetry = ledger, telemetry
@@ -36,7 +37,7 @@ class DriftMonitor:
     def observe(self, audits: Sequence[AuditConfig], step: int, groups: Sequence[Group]) -> None:
         """Update the statistical tests with the groups that `step` will train on, and store the states of the tests.
 
-        Raises `RewardDrift` at the alarm of an audit that holds the run. Call it in the ledger's thread."""
+        Raises `RewardDrift` when an audit that may stop the run raises an alarm. Call it in the ledger's thread."""
         graded: Mapping[str, Sequence[Graded]] = {one.group_id: [outcome for _, outcome in one.valid] for one in groups}
         found: dict[str, AuditStep] = {}
         for one in audits:
@@ -69,6 +70,6 @@ def _error(audit: AuditConfig, step: int, found: AuditStep) -> RewardDrift:
     return RewardDrift(
         f"reward term {audit.term!r} drifts from {audit.by!r}",
         f"before step {step}, e-value {found.e_value:.3g} (alarm at {1 / ALPHA:g}): {means}{far}",
-        hint=f"compare rollouts: etude rewards explain; then mend the rubric, or set {audit.term}.weight=0 with "
-        f"etude rewards set, and resume. Resuming accepts the alarm: the test begins anew",
+        hint=f"compare rollouts: etude rewards explain; then correct the rubric, or set {audit.term}.weight=0 with "
+        f"etude rewards set, and resume. Resuming accepts the alarm: the test starts again",
     )

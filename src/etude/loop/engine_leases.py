@@ -181,7 +181,8 @@ class EngineLeases:
 
 
 class Lease:
-    """The engines of a run that this process has borrowed: their URLs by name, and the version that they keep."""
+    """The engines of a run that this process has borrowed, with their URLs by name, and the version of the weights that
+    they keep."""
 
     def __init__(self, engines: dict[str, str], version: Version, ended: Callable[[], str]) -> None:
         self.engines, self.version, self._ended = engines, version, ended

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -16,6 +17,8 @@ from etude.inference.registry_messages import EngineRequirements, ListedEngine, 
 from etude.inference.registry_server import RegistryServer
 from etude.loop.config import RunConfig
 from etude.loop.locations import weights_location
+from etude.models.config_json import MTP_KEY
+from etude.models.headers import read_model_config
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
 from etude.weights.chain.signing import read_signer
@@ -49,7 +52,7 @@ async def open_registry(
 ) -> AsyncIterator[RegistryServer]:
     """Run a registry of remote engines while the block runs. Yields its server.
 
-    `beat` is awaited with the list of engines at every heartbeat, and returns the number of sessions by engine.
+    `beat` is awaited with the list of engines at every heartbeat. It returns the number of sessions of each engine.
     `failed` gets an error when the run has had no engine for `NONE_S` seconds, or when the task that watches the
     engines ends."""
     check_listen(config)
@@ -92,8 +95,12 @@ async def open_registry(
 def required_of_engines(run: RunFolder, config: RunConfig) -> EngineRequirements:
     """Return the model and settings that an engine must have to join a run."""
     place, signer = weights_location(run), read_signer(config.stores.signing_key)
+    first = run / "checkpoints" / "mid"
+    model = json.loads((first / "config.json").read_text())
+    if model.get(MTP_KEY):
+        model[MTP_KEY] = read_model_config(first).mtp_heads  # its files may have none
     return EngineRequirements(
-        model=(run / "checkpoints" / "mid" / "config.json").read_text(),
+        model=json.dumps(model),
         mode=config.numerics.mode,
         quantise=config.numerics.quantise,
         degree=config.numerics.degree,

@@ -95,8 +95,8 @@ async def evaluate(
 def run_price(config: RunConfig) -> Price:
     """Return the prices of the rollouts of a run's evaluations, from the table `evals.prices`.
 
-    Without a table the price is unknown. Tokens cost what the table says for the model "policy". If it does not have
-    this model, the cost is that of the engines' GPUs by the hour; the table must have one kind of GPU. Raises
+    Without a table the price is unknown. Tokens have the prices of the model "policy" in the table. If the table does
+    not have this model, the engines' GPUs are paid by the hour, and the table must have exactly one kind of GPU. Raises
     `ConfigError` for an unreadable table."""
     if config.evals.prices is None:
         return NO_PRICE

@@ -17,14 +17,16 @@ FORMAT = 1
 
 
 class ExportedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of ``etude.json``. `summaries`: how conversations were summarised in training."""
+    """The content of ``etude.json``. `summaries`: the limits with which conversations were summarised in training."""
 
     format: int = FORMAT
     summaries: SummaryLimits
 
 
 def summaries_of_run(run: RunFolder) -> SummaryLimits | None:
-    """Return how a run summarises its conversations; None: it does not. Raises `RunError` for a damaged config."""
+    """Return the limits with which a run summarises its conversations; None: it does not summarise them.
+
+    Raises `RunError` for a damaged config."""
     if run.setting("harness.summary_tokens") in ("", "0"):
         return None
     return SummaryLimits(
@@ -45,7 +47,8 @@ def settings_files(summaries: SummaryLimits | None) -> dict[str, str]:
 
 
 def summaries_of_checkpoint(folder: Path) -> SummaryLimits | None:
-    """Read how conversations were summarised from the directory of a checkpoint; None: it has no such file.
+    """Read from a checkpoint's directory the limits with which conversations were summarised; None: it has no such
+    file.
 
     Raises `CheckpointError` for a damaged file, and for one that a later version of etude wrote."""
     if not (folder / FILE).is_file():

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etude.errors import EtudeError, LedgerError, RunError
+from etude.experience.rollout_files import FORMAT as ROLLOUT_FORMAT
 from etude.file_checksums import (
     SUMS,
     ChecksumMismatch,
@@ -40,6 +41,7 @@ from etude.loop.locations import (
 )
 from etude.run import HINT_COPY, RunFolder
 from etude.weights.chain import fsck
+from etude.weights.chain.manifest import FORMAT as WEIGHTS_FORMAT
 
 if TYPE_CHECKING:
     from etude.experience.ledger import Ledger
@@ -56,6 +58,7 @@ _WRITTEN_IN_PLACE = {
     "checkpoints/mid": "mid-training",
 }
 """Directories whose checksums are written last, and the phase after which they are complete."""
+_PROGRESS = "checkpoints/mid.partial"
 _HINTS = (
     ("checkpoints/final", "copy it back, or write it again: etude export RUN@STEP"),
     ("checkpoints/step-", "copy it back, or delete the checkpoint: a resumed run uses the one before it"),
@@ -73,7 +76,7 @@ _HINTS = (
 class Finding:
     """A file of a run that is damaged or cannot be verified.
 
-    `place` is its path in the run folder, `what` what is wrong, and `hint` what to do."""
+    `place` is its path in the run folder, `what` describes the damage, and `hint` says how to repair it."""
 
     place: str
     what: str
@@ -88,21 +91,28 @@ class FsckReport:
     """The result of comparing the files of a run with their checksums. Each check adds to it.
 
     The run is undamaged if `problems` is empty. `notices` are files without a checksum and files of killed processes.
-    `plain` names files that no program reads. `num_files` and `num_bytes` count what was verified."""
+    `plain` names files that no program reads. `formats` has the format numbers that were found, by kind of file.
+    `num_files` and `num_bytes` count what was verified."""
 
     num_files: int = 0
     num_bytes: int = 0
     problems: list[Finding] = field(default_factory=list)
     notices: list[Finding] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)
+    formats: dict[str, set[str]] = field(default_factory=dict)
 
     def count(self, path: Path) -> None:
         """Count a verified file."""
         self.num_files += 1
         self.num_bytes += path.stat().st_size
 
+    def found_format(self, kind: str, number: object) -> None:
+        """Note the format number of a file."""
+        self.formats.setdefault(kind, set()).add(str(number))
+
     def add(self, place: str, what: str, hint: str = "") -> None:
-        """Add a problem: the file at `place` is damaged; `what` says how. Default of `hint`: `hint_for(place)`."""
+        """Add a problem: the file at `place` is damaged. `what` describes the damage. `hint`: "" for
+        `hint_for(place)`."""
         self.problems.append(Finding(place, what, hint or hint_for(place)))
 
     def note(self, place: str, what: str, hint: str) -> None:
@@ -114,12 +124,13 @@ Check = Callable[[FsckReport], None]
 
 
 def hint_for(place: str) -> str:
-    """Return what to do about a damaged file at this path in the run folder."""
+    """Return a text that says how to repair a damaged file at this path in the run folder."""
     return next((hint for start, hint in _HINTS if place.startswith(start)), HINT_COPY)
 
 
 def checks_of(path: Path) -> list[Check]:
-    """Return the checks of a run folder: functions to be called one by one with the same report.
+    """Return the checks of a run folder. Each is a function that takes the report; call all of them with the same
+    report.
 
     Raises `NoRun` when the path is not a run."""
     return list(_RunChecker(path).checks())
@@ -151,6 +162,9 @@ class _RunChecker:
         name = path.relative_to(self.path).as_posix()
         if name in _PLAIN:
             yield lambda report: report.plain.append(name)
+        elif name == _PROGRESS and path.is_dir():  # a resumed run continues mid-training from there
+            for one in sorted(path.iterdir()):
+                yield from self._checks_below(one)
         elif _is_temporary(path):
             yield partial(self._temporary, name)
         elif path.is_file():
@@ -180,6 +194,7 @@ class _RunChecker:
         if self._identity:
             report.add("run.json", self._identity)
             return
+        report.found_format("run", self.run.identity().get("format"))
         config, digest = self.path / "config.toml", self.run.identity().get("config_digest")
         if not config.is_file():
             report.add("config.toml", "it is missing")
@@ -247,7 +262,10 @@ class _RunChecker:
         match path.suffix:
             case ".parquet":
                 with path.open("rb") as file:
-                    return verify_parquet(file, name)
+                    proven = verify_parquet(file, name)
+                if name.startswith("traces/"):
+                    self._trace_format(path, report)
+                return proven
             case ".jsonl":
                 self._events(path, report)
                 return True
@@ -260,6 +278,16 @@ class _RunChecker:
                     raise ValueError("its checksum does not match its content")
                 return bool(found)
         return None
+
+    def _trace_format(self, path: Path, report: FsckReport) -> None:
+        from etude.experience.trace_reader import read_format  # needs pyarrow
+        from etude.experience.traces import FORMAT
+
+        found = read_format(path)
+        report.found_format("traces", found)
+        if not 1 <= found <= FORMAT:
+            told = f"it has format {found}, and this version of etude reads formats 1 to {FORMAT}"
+            report.add(self._name(path), told, "use the etude version that wrote it")
 
     def _events(self, path: Path, report: FsckReport) -> None:
         """Check the lines of a log. A last line without an end is being written, or its writer was killed."""
@@ -281,6 +309,7 @@ class _RunChecker:
                 return  # before the first version the ledger is not used
             with closing(read_ledger(self.run, immutable=not self.live)) as ledger:
                 ledger.verify()
+                report.found_format("ledger", ledger.recall("format"))
                 self._rollouts(ledger, report)
             if isinstance(place, Path):
                 report.count(place)
@@ -293,6 +322,7 @@ class _RunChecker:
         for name, summary in sorted(stored.items()):
             try:
                 files.read(summary)
+                report.found_format("rollouts", ROLLOUT_FORMAT)  # others are refused
             except LedgerError as error:
                 if not self.live or ledger.is_kept(summary.rollout_id):  # otherwise the run has deleted it
                     report.add(f"{ROLLOUTS}/{name}", f"it is damaged: {error.facts}")
@@ -341,6 +371,7 @@ class _RunChecker:
         except (EtudeError, OSError, ValueError) as error:
             report.add("weights", *_error_text(error))
             return
+        report.found_format("weights", WEIGHTS_FORMAT)  # others are refused
         report.num_files += check.num_objects + check.num_versions
         report.num_bytes += check.object_bytes
         for one in found:

@@ -67,7 +67,7 @@ class CachingGrader:
 class GradeSlots:
     """Limits the number of concurrent grades to `at_once`.
 
-    When a grade ends, the process has made progress, so the deadlines of queued calls start again."""
+    When a grade ends, it reports progress, so that the deadlines of queued calls start again."""
 
     def __init__(self, at_once: int) -> None:
         self._semaphore = asyncio.Semaphore(at_once)

@@ -64,12 +64,13 @@ class GroupScorer:
                 ended = await scheduler.progress()
 
     async def progress(self) -> None:
-        """Wait until a further group is scored. Has no deadline: every rollout and every term has its own."""
+        """Wait until a further group is scored. The wait has no deadline of its own, since every rollout and every term
+        has one."""
         await self._more.wait()
         self._more.clear()
 
     def begin(self, step: int) -> None:
-        """Begin again with the batch of `step`, after a start or a restart: every ended group is scored once more."""
+        """Start, or start again after a restart, with the batch of `step`: every ended group is scored once more."""
         self.next_step = step
         self.scored.clear()
         self._begun.clear()

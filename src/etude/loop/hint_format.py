@@ -20,7 +20,8 @@ _CALLED: Message = {"role": "assistant", "content": "0", "tool_calls": [_CALL]}
 
 
 def hint_format(run: RunFolder, config: RunConfig) -> HintFormat:
-    """Return how a run writes hints as tokens. Raises `ChatError` when the run's chat format cannot be loaded."""
+    """Return the format in which a run writes hints as tokens. Raises `ChatError` when the run's chat format cannot be
+    loaded."""
     chat = ChatFormat.load(run / "tokenizer")
     return HintFormat(chat.encode, message_ends(chat), config.engine.context_tokens)
 

@@ -79,7 +79,8 @@ class History:
         raise InputError(f"{self.run.path} has no step {step}", facts + lost, hint="choose a step in this range")
 
     def start_checkpoint(self, step: int, given: Path | None) -> Path:
-        """Return the checkpoint to replay a step from: `given`, by path or by name; None: the nearest before the step.
+        """Return the checkpoint from which to replay a step: `given` (a path or a name), or, if that is None, the
+        nearest one before the step.
 
         Raises `CheckpointError` when it does not exist, and `InputError` when it is not from before this step."""
         folder = self.run / "checkpoints"
@@ -94,7 +95,7 @@ class History:
         return start
 
     def require_before(self, step: int, start: Path, held: int) -> None:
-        """Raise `InputError` unless `held`, the step of the checkpoint `start`, is before `step`."""
+        """Raise `InputError` unless the step of the checkpoint `start`, which is `held`, is before `step`."""
         if held >= step:
             hint = self.other_checkpoints(step, start)
             raise InputError(f"{start} is not before step {step}", f"it is of step {held}", hint=hint)

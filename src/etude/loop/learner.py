@@ -13,6 +13,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ from etude.experience.packing import reference_samples
 from etude.experience.traces import trace_path
 from etude.loop import child
 from etude.loop.config import RunConfig, read_config
+from etude.loop.export import export_version
 from etude.loop.hint_format import hint_format
 from etude.loop.locations import rollout_files, traces_folder, weights_store
 from etude.loop.parity import Defence, OverBudget
@@ -37,6 +39,7 @@ from etude.records.adapter import BASE_CHANNEL
 from etude.records.sample import Published, StepReport
 from etude.records.summary import BatchPlan, BatchRef, RolloutSummary
 from etude.run import RunFolder, host_info
+from etude.scratch import ScratchDirectory
 from etude.telemetry import Telemetry
 from etude.training import TorchLearner
 from etude.training.batches import group_by_budget
@@ -70,8 +73,8 @@ def make_learner(
     """Create the learner of a config, or one rank of it (`group`).
 
     `channel`: where it publishes weights; None: nowhere. `reference`: the reference policy of the KL term and of the
-    DPO loss; None: neither is used. `refuse_mismatch`: False ignores the setting that stops a run when the
-    probabilities of learner and engines differ beyond the parity budget."""
+    DPO loss; None: neither is used. `refuse_mismatch`: False: the learner does not stop if its probabilities differ
+    from those of the engines by more than the parity budget."""
     stops = config.parity.over_budget is OverBudget.STOP
     return TorchLearner(
         config.learner,
@@ -86,13 +89,15 @@ def make_learner(
     )
 
 
-def reference_policy(run: RunFolder, config: RunConfig, group: ProcessGroup = SINGLE_PROCESS) -> Reference:
-    """Load the reference policy of the KL term and of the DPO loss: the checkpoint with which RL began.
+def reference_policy(
+    run: RunFolder, config: RunConfig, group: ProcessGroup = SINGLE_PROCESS, *, checkpoint: Path | None = None
+) -> Reference:
+    """Load the reference policy of the KL term and of the DPO loss: a checkpoint, by default that with which RL began.
 
     It is computed with the same operators as the policy. Each rank holds all of its weights."""
     device = group.device(config.learner.device)
     operators = operators_for(config.numerics, getattr(torch, config.learner.dtype), device=device)
-    where = run / "checkpoints" / "mid"
+    where = checkpoint or run / "checkpoints" / "mid"
     temperature, weights = config.rl.temperature, config.learner.weights
     return Reference(where, temperature=temperature, operators=operators, weights=weights, device=device)
 
@@ -139,9 +144,15 @@ class LearnerProcess:
         """The reference policy of the KL term and of the DPO loss, loaded when first used."""
         return reference_policy(self.run, self.config, self.group or SINGLE_PROCESS)
 
+    def refer(self, step: int) -> None:
+        """From now on, use the version that the run published at `step` as the reference policy of `k1`."""
+        with ScratchDirectory("reference") as folder:
+            path = export_version(self.run, step, folder / "checkpoint", dtype="f32")
+            self.reference = reference_policy(self.run, self.config, self.group or SINGLE_PROCESS, checkpoint=path)
+
     @functools.cached_property
     def hint_format(self) -> HintFormat:
-        """How this run writes hints as tokens."""
+        """The format in which this run writes hints as tokens."""
         return hint_format(self.run, self.config)
 
     def begin(self, checkpoint: str) -> int:
@@ -349,6 +360,7 @@ async def handlers(
         "probe": ((list[int],), with_all_ranks(learning.probe)),
         "parity": ((), in_torch_thread(learning.parity)),
         "defend": ((str,), with_all_ranks(learning.defend)),
+        "refer": ((int,), with_all_ranks(learning.refer)),
         "k1": ((list[RolloutSummary],), in_torch_thread(learning.k1)),
         "save": ((str,), with_all_ranks(learning.save)),
     }

@@ -17,6 +17,7 @@ from etude.harness import Call, ChatFormat, HarnessConfig, standard_tools
 from etude.harness.commands import Signature
 from etude.loop.config import RunConfig
 from etude.models.config import ModelConfig
+from etude.models.headers import read_model_config
 from etude.records.task import Split, Task
 from etude.seams import TaskSource
 
@@ -75,10 +76,11 @@ def start_model_config(checkpoint: Path) -> ModelConfig:
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} is damaged", "it is not an object", hint="copy or download the checkpoint again")
     try:
-        return ModelConfig.from_hf(raw)
+        config = ModelConfig.from_hf(raw)
     except CheckpointError as error:  # a valid file of an unsupported architecture
         facts = f"{error.what}{': ' if error.facts else ''}{error.facts}"
         raise ConfigError(f"start = {str(checkpoint)!r} cannot be used", facts, hint=error.hint) from None
+    return read_model_config(checkpoint) if config.mtp_heads else config
 
 
 def first_tasks(source: TaskSource, splits: Sequence[Split]) -> list[Task]:

@@ -27,7 +27,8 @@ BUCKET_POLL_S = 0.5
 
 
 def ledger_location(run: RunFolder) -> Path | str:
-    """Return the location of a run's ledger (its database of rollouts), as `Ledger` takes it: a path or a URL."""
+    """Return the location of a run's ledger (its database of rollouts), in the form that `Ledger` accepts: a path or a
+    URL."""
     server = run.setting("experience.ledger")
     return f"{server}#{run.identity()['run_id']}" if server else run / "ledger.sqlite"
 
@@ -35,14 +36,14 @@ def ledger_location(run: RunFolder) -> Path | str:
 def read_ledger(run: RunFolder, *, immutable: bool = False) -> Ledger:
     """Open a run's ledger (its database of rollouts) for reading. Raises `NoLedger`, `LedgerError`, `StoreError`.
 
-    The run may write it meanwhile; with `immutable` the caller knows that nothing does."""
+    The run may write it meanwhile. `immutable`: the caller promises that nothing writes it."""
     from etude.experience.ledger import Ledger  # not needed when only weights are read
 
     return Ledger.open_readonly(ledger_location(run), immutable=immutable)
 
 
 def weights_location(run: RunFolder) -> Path | str:
-    """Return the location of a run's published weights, as `open_store` takes it: a path or a URL."""
+    """Return the location of a run's published weights, in the form that `open_store` accepts: a path or a URL."""
     return _location(run, "weights")
 
 

@@ -21,7 +21,7 @@ from etude.numerics.config import ComputeDtype
 
 
 class Defence(enum.StrEnum):
-    """What the learner does about probabilities that differ from the engines'.
+    """How the learner corrects for engines whose probabilities differ from its own.
 
     NONE: nothing. REPLAY: it computes with the experts that the engines chose. TRUNCATED: it also truncates importance
     weights."""
@@ -78,8 +78,8 @@ FRESH = "fresh rollouts"
 class Alarm:
     """An engine that exceeds the parity budget, as `ParityMonitor` reports it.
 
-    `engine` is its name, or `FRESH` if the rollouts of any engine are meant. `defence` is the one to use now; None if
-    none is left or allowed."""
+    `engine` is its name, or `FRESH` if the rollouts of all engines were measured together. `defence` is the `Defence`
+    to use from now on; None if there is no further one, or none is allowed."""
 
     engine: str
     found: Parity
@@ -90,7 +90,7 @@ class Alarm:
 class ParityMonitor:
     """Counts how often each engine exceeds the run's parity budget, and returns alarms.
 
-    `defence` is the defence that a resumed run had already taken.
+    `defence`: the `Defence` that a resumed run used before.
 
     >>> watch = ParityMonitor(ParityConfig(over_budget=OverBudget.FALL_BACK), exact=True, dtype=ComputeDtype.FLOAT32)
     >>> from etude.evals.parity import compare
@@ -110,7 +110,8 @@ class ParityMonitor:
 
     @property
     def budget(self) -> Budget | None:
-        """How far the probabilities of engine and learner may differ now, which depends on the `Defence` in use.
+        """The largest accepted difference between the probabilities of engine and learner. It depends on the `Defence`
+        in use.
 
         Limits of 0 with NONE (exact mode), the limits of `[parity]` with REPLAY, and None (no limit) with TRUNCATED."""
         if self.defence is Defence.NONE:
@@ -145,7 +146,7 @@ class ParityMonitor:
         """Record a step's max |r - 1| of rollouts that the current weights sampled; None if there were none.
 
         r is the learner's probability of a token divided by the engine's. Only exact mode checks it, where the maximum
-        must be 0. Returns an alarm as `record` does."""
+        must be 0. Returns an alarm if it is not."""
         if self.defence is not Defence.NONE or fresh_ratio_max is None:
             return None
         return self.record(FRESH, compare([0.0], [math.log1p(fresh_ratio_max)]))

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from etude.loop.preflight import used_splits
 from etude.loop.processes import EXIT_RESTART, KEEP_MEMORY_ENV, Child, Supervisor
 from etude.loop.rollout_views import reported_views
 from etude.loop.rpc import ProcessLost
-from etude.loop.run_processes import RunProcesses, open_processes
+from etude.loop.run_processes import RunProcesses, open_processes, rank_arguments, start_rank_hosts
 from etude.records.task import Split
 from etude.records.view import RolloutView
 from etude.run import RunFolder, write_durably
@@ -63,7 +63,10 @@ async def run_phases(
                 if not run.ended("mid-training"):
                     await asyncio.to_thread(_check_limits, run, config)
             if config.mid_trains:
-                training = functools.partial(program, "mid-training", "etude.loop.mid_training")
+                arguments = rank_arguments(config, supervisor)
+                training = functools.partial(program, "mid-training", "etude.loop.mid_training", arguments)
+                if not run.ended("mid-training"):
+                    await start_rank_hosts(run, config, telemetry, supervisor)
                 await _phase(run, telemetry, "mid-training", training)
             if not run.ended("eval-after"):
                 async with open_processes(run, config, telemetry, supervisor) as members:
@@ -102,11 +105,11 @@ async def _adopt_start(run: RunFolder, config: RunConfig, telemetry: Telemetry) 
 
 
 async def _program(
-    run: RunFolder, telemetry: Telemetry, supervisor: Supervisor, phase: str, module: str
+    run: RunFolder, telemetry: Telemetry, supervisor: Supervisor, phase: str, module: str, arguments: Sequence[str] = ()
 ) -> Mapping[str, Any]:
     """Run a program until it ends. One that is killed is started again and continues from its files."""
     env = KEEP_MEMORY_ENV if phase == "mid-training" else NO_ENV
-    argv, placement = ["-m", module, "--run", str(run.path)], supervisor.placement
+    argv, placement = ["-m", module, "--run", str(run.path), *arguments], supervisor.placement
     child = Child(phase, argv, logs=run / "logs", telemetry=telemetry, env=env, placement=placement)
     supervisor.children[phase] = child
     try:

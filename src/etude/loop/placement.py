@@ -102,7 +102,8 @@ class Process(Protocol):
         """Return the CPU seconds of the process and its descendants."""
 
     async def queued_s(self) -> dict[int, float]:
-        """Return what `usage.queued_s` does of the process: how long each of its threads has waited for a core."""
+        """Return for each thread of the process how many seconds it has waited for a core, by thread id (see
+        `usage.queued_s`)."""
 
 
 class Placement(Protocol):
@@ -121,7 +122,7 @@ class Placement(Protocol):
     async def usage(self, running: Mapping[str, Process], *, with_memory: bool) -> dict[str, dict[str, Any]]:
         """Return the CPU time and memory of this process ("conductor") and of the `running` ones.
 
-        The result has what `usage.sample` returns, by the name of the process."""
+        The result is that of `usage.sample`: a dict for each process, by the name of the process."""
 
     async def close(self) -> None:
         """Release all machines. Idempotent."""
@@ -174,7 +175,7 @@ class LocalPlacement:
         return await asyncio.to_thread(usage.sample, pids, with_memory)
 
     async def close(self) -> None:
-        """Do nothing: this machine is not released."""
+        """Do nothing, since this machine need not be released."""
 
 
 def signal_group(pid: int, signum: int) -> None:

@@ -23,7 +23,7 @@ from etude.experience.database import NoLedger
 from etude.experience.open_database import check_server
 from etude.harness import ChatFormat, standard_tools
 from etude.http_server import bind
-from etude.inference.config import EngineKind
+from etude.inference.config import EngineKind, Speculation
 from etude.inference.external.environment import SERVER_KINDS
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.devices import check_devices, check_foreign_device
@@ -59,11 +59,14 @@ def preflight(
 ) -> None:
     """Check a config, and raise the error with which the run would fail later.
 
-    It is a `ConfigError`, `CheckpointError`, `TaskError` or `MachineError`. With `adopted` the run has its own copy of
-    the starting checkpoint, so the original may be missing. With `remote` the run's processes are on other machines,
-    where tasks and devices were checked before. `given` are the dotted names of the settings that the user set. `log`
-    is called with a line on each image that was built, layers of the checkpoint that are left out, settings that are
-    not used, evaluations that ask for more tasks than exist, and steps that may be too large for this machine."""
+    The error is a `ConfigError`, `CheckpointError`, `TaskError` or `MachineError`.
+
+    - `adopted`: the run has its own copy of the starting checkpoint, so the original may be missing.
+    - `remote`: the run's processes are on other machines, where tasks and devices were checked before.
+    - `given`: the dotted names of the settings that the user set.
+    - `log`: called with a line on each image that was built, on layers of the checkpoint that are left out, on settings
+      that are not used, on evaluations with more tasks than exist, and on steps that may be too large for this machine.
+    """
     if config.start is not None and not adopted:
         context_tokens, numerics = config.engine.context_tokens, config.numerics
         rank = config.learner.lora_rank
@@ -78,15 +81,15 @@ def preflight(
         )
         check_mid_training(config, model, given, log)
         check_experts(model, config.learner.expert_parallel)
+        check_heads(config, model)
         log_unused_model_settings(config, model, given, log)
         check_step(config, model, log)
     if config.start is None:
         check_blocks(config.model, config.numerics.quantise)
         check_rank(config.model, config.learner.lora_rank)
         config.model.per_rank(config.numerics.degree)
+        check_heads(config, config.model)
         check_step(config, config.model, log)
-        if config.learner.device.startswith("cuda"):
-            log(f"mid-training runs on the CPU; learner.device = {config.learner.device!r} is used by RL only")
     check_hints(config.rewards)
     for term in config.rewards.terms:
         if term.from_step > config.rl.steps:
@@ -133,7 +136,8 @@ def check_ranks_at(address: str) -> None:
 
 
 def validate_tasks(config: RunConfig) -> None:
-    """Validate the first tasks on machines created here: the reference solution must score 1, the untouched state 0.
+    """Validate the first tasks on machines created here: the reference solution must score 1, and the unchanged machine
+    0.
 
     Raises `TaskError` for a task that is not valid, and `MachineError` if machines cannot be created."""
     asyncio.run(_validate(check_tasks(config, used_splits(config)), config))
@@ -227,7 +231,7 @@ def check_ledger(run: RunFolder) -> None:
     except NoLedger as error:
         raise RunError(
             f"{run.path} has published weights and no {_name(run)}",
-            f"without it nothing says which rollouts these weights were trained on; {error.what}: {error.facts}",
+            f"without it, it is unknown which rollouts these weights were trained on; {error.what}: {error.facts}",
             hint=f"restore it; or start a new run from a checkpoint: --set start={run.path}/checkpoints/mid",
         ) from None
     try:
@@ -313,6 +317,33 @@ def check_experts(model: ModelConfig, expert_parallel: int) -> None:
             f"learner.expert_parallel = {expert_parallel} is not possible",
             f"the checkpoint has {model.num_experts} experts, and every rank must hold the same number of them",
             hint="set it to a divisor of the number of experts",
+        )
+
+
+def check_heads(config: RunConfig, model: ModelConfig) -> None:
+    """Check that a run can train the MTP heads of its model, and that its engines have those that they draft with.
+
+    `model`: the model before mid-training. Raises `ConfigError` if not."""
+    heads = config.mid_training.models(model)[-1].mtp_heads if config.mid_trains else model.mtp_heads
+    drop = "give the model no heads: [model] mtp_heads, or num_nextn_predict_layers in a copy's config.json"
+    if config.engine.speculation is Speculation.HEADS and not heads:
+        raise ConfigError(
+            "engine.speculation = 'heads' is not possible",
+            "the model has no MTP heads",
+            hint="set model.mtp_heads = 1, or mid_training.mtp_heads = 1 for a starting checkpoint; or set "
+            "engine.speculation = 'look-up' or 'off'",
+        )
+    if heads and config.learner.ranks > 1:
+        raise ConfigError(
+            f"learner.ranks = {config.learner.ranks} is not possible",
+            f"the model has {heads} MTP heads, which one process trains",
+            hint=f"set learner.ranks = 1; or {drop}",
+        )
+    if heads and (kinds := sorted({*config.fleet.engines} - {EngineKind.REFERENCE})):
+        raise ConfigError(
+            f"fleet.engines = {list(map(str, config.fleet.engines))} cannot serve this model",
+            f"it has {heads} MTP heads, and {SERVER_KINDS[kinds[0]].name} has no memory for their weights",
+            hint=f"use reference engines; or {drop}",
         )
 
 

@@ -109,7 +109,7 @@ class Child:
         return self.process.pid if self.process and self.process.returncode is None else None
 
     async def exited(self) -> int:
-        """Wait for the process to end, and return its exit code (negative: the signal)."""
+        """Wait for the process to end, and return its exit code (negative: the number of the signal that killed it)."""
         assert self.process is not None, "start comes first"
         code = await self.process.wait()
         self.telemetry.event("process", name=self.name, state="exit", pid=self.process.pid, exit_code=code)
@@ -126,11 +126,11 @@ class Child:
         return sum(time.monotonic() - t < RESTART_WINDOW_S for t in self.starts)
 
     def can_restart(self) -> bool:
-        """Return whether it may be started again, because it was not started too often recently."""
+        """Return whether the process may be started again. It may not if it was started too often recently."""
         return self.recent_starts <= MAX_RESTARTS
 
     async def back_off(self) -> None:
-        """Sleep before a restart: the longer, the more often it was started recently."""
+        """Sleep before a restart. The more often the process was started recently, the longer the sleep."""
         await asyncio.sleep(min(2.0, 0.05 * 2**self.recent_starts))
 
     def kill(self) -> None:
@@ -202,7 +202,8 @@ class Supervisor:
 
     @property
     def call_s(self) -> float:
-        """Seconds for a call of a health check: more than the supervisor waits for its end on any host."""
+        """The deadline in seconds for the call of a health check. It is longer than the supervisor waits for the check
+        on any host."""
         return 2 * MAX_EXTENSION * self.hung_s
 
     async def add(self, child: Child, role: Role) -> None:

@@ -30,7 +30,7 @@ POLL = timedelta(seconds=30)
 _SEAL_BYTES = len(sign(b"", b""))
 
 
-def serve_calls(learning: LearnerProcess, store: TCPStore, secret: bytes, report: RankProgress) -> NoReturn:
+def serve_calls(learning: object, store: TCPStore, secret: bytes, report: RankProgress) -> NoReturn:
     """Make the calls that rank 0 broadcasts through `store`, until rank 0 is gone; then exit.
 
     `learning` has the methods that are called. Calls are signed with `secret`. `report` is told which call is made."""
@@ -86,7 +86,7 @@ def main() -> None:
     telemetry = Telemetry(run / "events" / f"{name}.jsonl", process=name)
     try:
         store = connect_store(*parse_address(args.at))
-        _wait_for_key(store, MET)
+        program = _wait_for_key(store, MET).decode()
         report = RankProgress(
             connect_store(*parse_address(args.at)), args.rank, config.learner.ranks, progress_limit_s(config)
         )
@@ -96,7 +96,11 @@ def main() -> None:
         report.call = ""
     except EtudeError as error:
         exit_with_error(error)
-    serve_calls(LearnerProcess(run, config, telemetry, group=group), store, secret, report)
+    if program == "learner":
+        serve_calls(LearnerProcess(run, config, telemetry, group=group), store, secret, report)
+    from etude.loop.mid_training import MidTraining
+
+    serve_calls(MidTraining(run, config, telemetry, group=group), store, secret, report)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ REPORT_S = 1.0
 NUM_KEPT_CALLS = 8
 """Keys of calls are deleted after so many further calls. By then every rank has read them: all calls except
 `finish_publish` and `defend` end with every rank, and at most two of these come in a row."""
-MET = "met"  # key that is set when all ranks have connected
+MET = "met"
+"""Key that is set when all ranks have connected, to what they are: "learner" or "mid-training"."""
 
 
 class RankProgress:
@@ -53,8 +54,9 @@ class RankProgress:
     store.
 
     A report has the rank's progress count (`etude.progress`), the number of its reports, and the call that it makes.
-    Rank 0 counts the progress of other ranks as its own. So the conductor, which sees only rank 0, does not treat it as
-    hung while it waits for the others. The ranks hang when none makes progress for `limit_s` seconds in a call."""
+    Rank 0 counts the progress of other ranks as its own. So the conductor, which sees only rank 0, does not consider
+    rank 0 hung while it waits for the others. The group hangs if no rank makes progress for `limit_s` seconds during a
+    call."""
 
     def __init__(self, store: TCPStore, rank: int, ranks: int, limit_s: float) -> None:
         self._store, self._rank, self._ranks, self._limit_s = store, rank, ranks, limit_s
@@ -150,9 +152,20 @@ class Leader:
     """Rank 0's control of the other ranks: starts the local ones and sends all ranks their calls.
 
     Create it in the main thread: the kernel kills local ranks when the thread that started them ends. `away` of the
-    ranks connect from other machines, to the address `at` of this one."""
+    ranks connect from other machines, to the address `at` of this one. The ranks make the calls of `program`: the
+    methods of `LearnerProcess` ("learner"), or of `loop.mid_training.MidTraining` ("mid-training")."""
 
-    def __init__(self, run: RunFolder, config: RunConfig, telemetry: Telemetry, *, at: str = "", away: int = 0) -> None:
+    def __init__(
+        self,
+        run: RunFolder,
+        config: RunConfig,
+        telemetry: Telemetry,
+        *,
+        program: str = "learner",
+        at: str = "",
+        away: int = 0,
+    ) -> None:
+        self._program = program
         self._config, self._telemetry, self._secret = config, telemetry, new_secret()
         self._here, self._calls = config.learner.ranks - away, 0
         self._group: ShardedProcessGroup | None = None
@@ -173,7 +186,7 @@ class Leader:
         if self._group is None:
             if self._listener is not None:
                 self._wait_for_ranks(self._listener)
-            self._store.set(MET, "")
+            self._store.set(MET, self._program)
             ranks, limit_s = self._config.learner.ranks, progress_limit_s(self._config)
             self._progress = RankProgress(connect_store(self._store.host, self._store.port), 0, ranks, limit_s)
             self._progress.watch(self.lost)
@@ -210,7 +223,9 @@ class Leader:
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         facts = describe_exit(process.wait())
-        self.lost(EtudeError(f"rank {rank} of the learner ended", facts, hint="its output is in this log"), rank)
+        self.lost(
+            EtudeError(f"rank {rank} of the learner ended", facts, hint="see the end of this log for its output"), rank
+        )
 
     def lost(self, error: EtudeError, rank: int | None = None) -> NoReturn:
         """Exit this process with an error, because the rest of the group cannot continue.
@@ -224,8 +239,8 @@ class Leader:
 def progress_limit_s(config: RunConfig) -> float:
     """Return the hang timeout of the learner's ranks, in seconds.
 
-    The group counts as hung when a rank is in a call of `LearnerProcess` (or starts) and no rank made progress for so
-    long."""
+    The group counts as hung if, during a call of `LearnerProcess` or the start, no rank makes progress for this time.
+    """
     return PATIENCE * config.fleet.hung_s
 
 

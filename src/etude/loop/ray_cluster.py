@@ -37,7 +37,7 @@ PROVE_S = 600.0  # deadline for a node to validate the first tasks
 _OBJECTS_BYTES = 100 << 20  # object store of a local cluster: no data goes through Ray
 LOCAL_CAPACITY = 64.0  # resources per role in a local cluster
 _PLUGIN_HINT = "install its package on every node, or put its module where you start etude, in a folder of all nodes"
-_SHARED_HINT = "mount one file system on every node at the same path, for runs/ and for what the config names"
+_SHARED_HINT = "mount one file system on every node at the same path, for runs/ and the files of the config"
 
 
 def connect(on: str) -> None:

@@ -114,7 +114,7 @@ class RayHost:
         return await asyncio.to_thread(self._measure_usage, with_memory)
 
     async def queued_s(self) -> dict[int, float]:
-        """Return what `usage.queued_s` does of the program."""
+        """Return for each thread of the program how many seconds it has waited for a core, by thread id."""
         assert self._process is not None, "start comes first"
         return usage.queued_s(self._process.pid)
 

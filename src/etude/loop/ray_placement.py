@@ -100,7 +100,7 @@ class RayProcess:
         return await self._ask(self._actor.queued_s)
 
     async def usage(self, *, with_memory: bool) -> dict[str, Any]:
-        """Return what `RayHost.usage` returns; {} when the node does not answer in time."""
+        """Return the result of `RayHost.usage`; {} if the node does not answer in time."""
         return await self._ask(self._actor.usage, with_memory)
 
     async def _ask(self, method: Any, *args: object) -> dict[Any, Any]:
@@ -265,7 +265,7 @@ def _kill(actor: Any) -> None:
 
 def _unfit(why: str) -> RunError:
     hint = "put the run folder and the working directory on a file system that all nodes mount at the same path"
-    return RunError("the node of the learner cannot take part", why, hint=hint)
+    return RunError("the node of the learner cannot take part in the run", why, hint=hint)
 
 
 async def _connect(name: str, address: str, port: int, secret: bytes) -> socket.socket:

@@ -20,7 +20,7 @@ STRETCHES = 2  # number of stretches that are always kept
 
 
 def oldest_restart_step(run: RunFolder) -> int:
-    """Return the oldest step that a restart may continue from: that of the second newest checkpoint.
+    """Return the oldest step from which a restart may continue: the step of the second newest checkpoint.
 
     A restart uses that checkpoint when the newest one is damaged. With fewer than two checkpoints the step is 0."""
     steps = sorted(step for step, _ in steps_in(run / "checkpoints", "step-*"))

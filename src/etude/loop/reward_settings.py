@@ -44,7 +44,7 @@ class RewardChange:
 
 
 class RewardSettings:
-    """The reward settings of a run, by step. `refresh` reads changes that were recorded meanwhile."""
+    """The reward settings of a run, by step. Call `refresh` to read changes that were recorded meanwhile."""
 
     def __init__(self, run: RunFolder, config: RunConfig) -> None:
         self._run, self._config = run, config
@@ -80,7 +80,7 @@ class RewardSettings:
         return tuple({term.name: term for one in self.changes[first:] for term in one.rewards.terms}.values())
 
     def composition(self, step: int) -> Composition:
-        """Return how the rewards of version step `step` are composed."""
+        """Return the settings by which the rewards of version step `step` are composed."""
         rewards = self.at(step)
         tuned = {name: state.weight for name, state in self.tuned.items()}
         weights, hints = rewards.weights(step, tuned), rewards.hints(step)

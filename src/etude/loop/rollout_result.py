@@ -27,7 +27,7 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker sends to the conductor (the main process of a run): a `RolloutResult` without its task."""
+    """The message of a worker to the conductor (the main process of a run): a `RolloutResult` without its task."""
 
     summary: RolloutSummary
     signs: CheatIndicators

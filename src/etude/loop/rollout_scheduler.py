@@ -192,7 +192,7 @@ class RolloutScheduler:
     async def progress(self) -> set[str]:
         """Wait until all rollouts of some group have ended. Returns the ids of all such groups since the last call.
 
-        Has no deadline: every rollout has its own."""
+        The wait has no deadline of its own, since every rollout has one."""
         await self._group_ready.wait()
         self._group_ready.clear()
         ready, self._ready = self._ready, set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,45 @@ from etude.experience.traces import trace_path
 from etude.harness import ChatFormat
 from etude.loop.config import read_config
 from etude.loop.locations import rollout_files, traces_folder
-from etude.records import Graded, Outcome
-from etude.records.view import RolloutView, TurnView
+from etude.records import Graded, Outcome, Trace
+from etude.records.sample import Sample
+from etude.records.view import RolloutView, TurnTokens, TurnView
 from etude.records.wire import from_json
 from etude.rollouts.logs import FOLDER as LOGS
 from etude.rollouts.logs import read_logs
-from etude.rollouts.view import view_turns
+from etude.rollouts.view import turn_tokens, view_turns
 from etude.run import RunFolder
 
 REPORTED_STEPS, REPORTED_BYTES = 8, 256 << 20
 """So many of the last steps are searched for a group with a sample, in traces of at most so many bytes."""
 
 
+@dataclass(frozen=True)
+class ReadRollout:
+    """A rollout of training: as text (`view`), and its tokens.
+
+    `trace`: its turns; None if nothing is stored. `chat`: the run's chat format, if there is a trace. `samples`: pairs
+    (number of the path's last turn, sample) of its batch."""
+
+    view: RolloutView
+    trace: Trace | None = None
+    chat: ChatFormat | None = None
+    samples: tuple[tuple[int, Sample], ...] = ()
+
+    def tokens(self, turn: int, start: int, stop: int) -> TurnTokens | None:
+        """Return the sampled tokens [start, stop) of a turn; None if the turn or its tokens are not stored."""
+        if self.trace is None or self.chat is None or not 0 <= turn < len(self.trace.turns):
+            return None
+        return turn_tokens(self.trace, self.chat, turn, self.samples, start=start, stop=stop)
+
+
 def training_view(run: RunFolder, ledger: Ledger, row: Row, history: Sequence[Mapping[str, Any]] = ()) -> RolloutView:
-    """Return a rollout of training as text, from the recorded batch (trace) of its step, or else from its file.
+    """Return a rollout of training as text: the `view` of `read_training`, with its errors."""
+    return read_training(run, ledger, row, history).view
+
+
+def read_training(run: RunFolder, ledger: Ledger, row: Row, history: Sequence[Mapping[str, Any]] = ()) -> ReadRollout:
+    """Read a rollout of training from the recorded batch (trace) of its step, or else from its file.
 
     `row` is its row in the ledger (the database of rollouts), and `history` its changes of state there. The result has
     no turns if nothing was stored. Raises `LedgerError` for damaged files, and `ChatError` if the run's tokeniser is
@@ -37,19 +63,21 @@ def training_view(run: RunFolder, ledger: Ledger, row: Row, history: Sequence[Ma
     finished = ledger.finished(row.rollout_id)
     outcome: Outcome | None = None
     facts: dict[str, Any] = {}
+    trace: Trace | None = None
+    chat: ChatFormat | None = None
     if found is not None:
-        chat, outcome = ChatFormat.load(run / "tokenizer"), found.rollout.outcome
+        chat, trace, outcome = ChatFormat.load(run / "tokenizer"), found.trace, found.rollout.outcome
         facts = {name: getattr(found.rollout, name) for name in ("task_id", "family", "ending")}
-        facts["turns"] = view_turns(found.trace, chat, found.samples, first_row=found.first_row)
+        facts["turns"] = view_turns(trace, chat, found.samples, first_row=found.first_row)
         facts["rows"] = tuple(range(found.first_row, found.first_row + len(found.samples)))
     elif finished is not None:
         outcome = finished.outcome
         if (summary := finished.summary) is not None:
             facts = {"task_id": summary.task_id, "family": summary.family, "ending": str(summary.ending)}
             if summary.stored is not None:
-                trace = rollout_files(run).read(summary).trace
-                facts["turns"] = view_turns(trace, ChatFormat.load(run / "tokenizer"))
-    sign = ledger.quarantined().get(row.rollout_id)
+                trace, chat = rollout_files(run).read(summary).trace, ChatFormat.load(run / "tokenizer")
+                facts["turns"] = view_turns(trace, chat)
+    sign = ledger.quarantine_of(row.rollout_id)
     if isinstance(outcome, Graded):
         reward = read_config(run).composition.of(outcome)
         composed = row.reward if found is None else found.rollout.reward
@@ -57,7 +85,7 @@ def training_view(run: RunFolder, ledger: Ledger, row: Row, history: Sequence[Ma
         facts |= {"trust": str(outcome.trust), "terms": outcome.terms}
     elif outcome is not None:
         facts["invalid"] = f"{outcome.boundary}: {outcome.reason}"
-    return RolloutView(
+    view = RolloutView(
         rollout_id=row.rollout_id,
         source="training",
         attempt=row.attempt,
@@ -68,6 +96,7 @@ def training_view(run: RunFolder, ledger: Ledger, row: Row, history: Sequence[Ma
         logs=tuple(read_logs(run / LOGS, row.rollout_id)),
         **facts,
     )
+    return ReadRollout(view, trace, chat, () if found is None else found.samples)
 
 
 def _recorded(run: RunFolder, ledger: Ledger, row: Row) -> RecordedTree | None:
@@ -100,7 +129,8 @@ def evaluation_view(name: str, row: EvalRow) -> RolloutView:
 
 
 def reported_views(run: RunFolder, ledger: Ledger) -> list[RolloutView]:
-    """Return the rollouts of training that a report shows: the best and the worst one of a group of the last step.
+    """Return the rollouts of training that a report shows: the best and the worst rollout of one group of the last
+    step.
 
     The group is one with a sample; the list is empty if there is none. Traces in a bucket, and large ones, are not
     read, since a report should take seconds."""

@@ -212,7 +212,7 @@ async def serve(
     """Answer calls until the other end closes. `handlers`: method → (argument types, coroutine function).
 
     Calls run concurrently, each in its own task, which is cancelled when the caller cancels the call. Every `beat_s`
-    seconds the caller gets one message for all calls, if this process has made progress."""
+    seconds, one message is sent to the caller if this process has made progress, so that its deadlines start again."""
     reader, writer = await asyncio.open_connection(sock=sock)
     tasks: dict[int, asyncio.Task[None]] = {}
     beats = asyncio.create_task(_beat(writer, beat_s), name="report progress")
@@ -274,7 +274,7 @@ def _framed(number: int, word: str, payload: bytes, max_bytes: int) -> bytes:
     if len(frame) > max_bytes:
         what = f"{'the answer of a call' if word in ('ok', 'error', 'failed') else f'a call of {word}'} is too large"
         hint = "lower experience.groups_per_step or experience.group_size, or use smaller tasks"
-        raise MessageTooLarge(what, f"it has {len(frame)} bytes, allowed are {max_bytes}", hint=hint)
+        raise MessageTooLarge(what, f"it has {len(frame)} bytes, at most {max_bytes} are allowed", hint=hint)
     return _LENGTH.pack(len(frame)) + frame
 
 

@@ -177,7 +177,7 @@ class RunProcesses:
             await wait_for_first_engine(self.registrar, self.telemetry, self.config.fleet.listen)
 
     def require_parity(self, learner_class: str) -> None:
-        """From now on, refuse remote engines that may compute other bits than the learner.
+        """From now on, refuse remote engines that may compute other bits than the learner does.
 
         `learner_class` is the learner's parity class: processes of one class compute the same bits from the same
         weights."""
@@ -205,10 +205,8 @@ class RunProcesses:
         """Start the learner and wait until it is ready.
 
         When its ranks are spread over machines, also start the process that hosts each other rank."""
-        ranks = self.config.learner.ranks if self.supervisor.placement.spreads else 1
-        brought = [self._rank_host(f"learner-host-{n}") for n in range(1, ranks)]
-        added = (self.supervisor.add(*one) for one in [self._member("learner", 0, self.learners), *brought])
-        await asyncio.gather(*added)
+        learner = self.supervisor.add(*self._member("learner", 0, self.learners))
+        await asyncio.gather(learner, start_rank_hosts(self.run, self.config, self.telemetry, self.supervisor))
 
     async def close(self) -> None:
         """Stop all processes and close all connections."""
@@ -230,7 +228,8 @@ class RunProcesses:
         return reply.with_task(spec.task)
 
     async def baseline(self, spec: RolloutSpec, kind: str) -> RolloutResult:
-        """Have a worker run a scripted agent on a task; `kind` is "oracle" (plays a known solution) or "random".
+        """Have a worker run a scripted agent on a task; `kind` is "oracle" (writes the reference solution) or "random"
+        (makes random edits).
 
         It uses no engine. The result has its turns as text, and the caller must delete its file (`files.drop`)."""
         deadline_s = SCRIPT_S + self.config.harness.rollout_deadline_s
@@ -286,9 +285,7 @@ class RunProcesses:
         name = f"{role}-{index}" if role != "learner" else role
         argv = ["-m", f"etude.loop.{module}", "--run", str(self.run.path), "--name", name]
         env = KEEP_MEMORY_ENV if role == "learner" else NO_ENV
-        fleet, ranks, spreads = self.config.fleet, self.config.learner.ranks, self.supervisor.placement.spreads
-        at, away = (ADDRESS, ranks - 1) if spreads else (fleet.ranks_at, fleet.ranks_away)
-        argv += ["--ranks-at", at, "--ranks-away", str(away)] if role == "learner" and away else []
+        argv += rank_arguments(self.config, self.supervisor) if role == "learner" else []
 
         async def on_up(child: Child) -> None:
             caller = child.caller
@@ -303,15 +300,6 @@ class RunProcesses:
             await child.caller.call("ready", bool, deadline_s=self.supervisor.call_s)
 
         return self._child(name, argv, env=env), Role(on_up, answers, with_socket=True)
-
-    def _rank_host(self, name: str) -> tuple[Child, Role]:
-        """The process that hosts one rank on another machine. It has no health check here: the learner watches it."""
-
-        async def passes(_: Child) -> None:
-            """Do nothing: the connection to the learner breaks when either side dies."""
-
-        argv = ["-m", "etude.loop.rank_hosts", "--run", str(self.run.path)]
-        return self._child(name, argv), Role(passes, passes)
 
     def _engine(self, name: str, kind: EngineKind) -> tuple[Child, Role]:
         ready_file = self.run / "logs" / f"{name}.ready"
@@ -423,3 +411,26 @@ async def open_processes(
         yield members
     finally:
         await members.close()
+
+
+def rank_arguments(config: RunConfig, supervisor: Supervisor) -> list[str]:
+    """Return the command-line arguments of rank 0 that say which ranks connect from other machines."""
+    fleet = config.fleet
+    spread = (ADDRESS, config.learner.ranks - 1) if supervisor.placement.spreads else (fleet.ranks_at, fleet.ranks_away)
+    return ["--ranks-at", spread[0], "--ranks-away", str(spread[1])] if spread[1] else []
+
+
+async def start_rank_hosts(run: RunFolder, config: RunConfig, telemetry: Telemetry, supervisor: Supervisor) -> None:
+    """Start the processes that host the learner's other ranks where these are spread over machines, if they are not up.
+
+    They serve mid-training and the learner, and end when the run needs no learner any more. They have no health check
+    here: rank 0 watches them."""
+
+    async def passes(_: Child) -> None:
+        """Do nothing: the connection to rank 0 breaks when either side dies."""
+
+    placement, ranks = supervisor.placement, config.learner.ranks if supervisor.placement.spreads else 1
+    argv, logs = ["-m", "etude.loop.rank_hosts", "--run", str(run.path)], run / "logs"
+    names = [name for n in range(1, ranks) if (name := f"learner-host-{n}") not in supervisor.children]
+    hosts = [Child(name, argv, logs=logs, telemetry=telemetry, env=NO_ENV, placement=placement) for name in names]
+    await asyncio.gather(*(supervisor.add(host, Role(passes, passes)) for host in hosts))

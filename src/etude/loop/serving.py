@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from etude.capture import SummaryLimits
-from etude.errors import CheckpointError, NoCheckpoint
+from etude.errors import NoCheckpoint
 from etude.gateway import GatewayConfig, Keys, ServedModel, create_app, serving
 from etude.gateway.app import Router
 from etude.harness import ChatFormat
@@ -30,11 +29,11 @@ from etude.loop.locations import has_published, poll_arguments, weights_location
 from etude.loop.processes import Child, Role, Supervisor
 from etude.loop.run_processes import read_url
 from etude.models.config import ModelConfig
-from etude.models.headers import check_weights, report_unused_layers
+from etude.models.headers import check_weights, read_model_config, report_unused_layers
 from etude.numerics.config import NumericsConfig
 from etude.run import RunFolder
 from etude.scratch import ScratchDirectory
-from etude.seams import AnswerRecorder
+from etude.seams import AnswerRecorder, FeedbackReceiver
 from etude.stores import open_store
 from etude.telemetry import Telemetry
 from etude.weights.chain.inspect import require_pointer
@@ -67,14 +66,16 @@ async def serve(
     keys: Keys | None,
     recorder: AnswerRecorder | None = None,
     router: Router | None = None,
+    feedback: FeedbackReceiver | None = None,
 ) -> AsyncIterator[str]:
     """Serve models while the block runs. Yields the base URL for an OpenAI client.
 
     `models` are results of `model_of_checkpoint` and `model_of_fleet`; their engines end after the last request.
-    `recorder` receives every answer. `router` decides which of them answers a request of a user."""
+    `recorder` receives every answer. `router` decides which of the models answers a request of a user.
+    `feedback` receives signals about answers."""
     async with contextlib.AsyncExitStack() as stack:
         served = [await stack.enter_async_context(model) for model in models]
-        app = create_app(served, config=gateway, keys=keys, recorder=recorder, router=router)
+        app = create_app(served, config=gateway, keys=keys, recorder=recorder, router=router, feedback=feedback)
         yield await stack.enter_async_context(serving(app, config=gateway))
 
 
@@ -134,7 +135,7 @@ async def model_of_fleet(source: ModelSource, *, registry: str, gateway: Gateway
     """Use the engines of a run while the block runs, besides its rollouts. Yields the model for `serve`.
 
     `registry` is the URL of the run's registry of engines. The chat format is that of the source's checkpoint. Raises
-    what `inference.registry_client.fetch_requirements` raises."""
+    the errors of `inference.registry_client.fetch_requirements`."""
     chat, token = ChatFormat.load(source.checkpoint), environment_token()
     requirements = await asyncio.to_thread(fetch_requirements, registry, token, wait_s=0.0)
     fleet = Fleet({})
@@ -159,17 +160,14 @@ def _served(
 def _read_model(checkpoint: Path, log: Callable[[str], None]) -> ModelConfig:
     """Read the model config of a directory, and check that all weights are in its files. `log` is called with a line on
     layers that are left out."""
-    try:
-        config = ModelConfig.from_hf(json.loads((checkpoint / "config.json").read_bytes()))
-    except ValueError as error:
-        raise CheckpointError(f"{checkpoint}/config.json is damaged", str(error), hint="export it again") from None
+    config = read_model_config(checkpoint)
     check_weights(checkpoint, config)
     report_unused_layers(checkpoint, config, log)
     return config
 
 
 def parts_of(model: Path, name: str) -> ModelSource:
-    """Return what to serve for a path, under a name.
+    """Return the model to serve for the path of a run or a checkpoint. `name`: the model's name for clients.
 
     For a run, the result has the store of its weights and the settings of its engines. For a checkpoint the store is
     None. Raises `WeightsError` when the newest version of a run cannot be determined: its first weights are not served

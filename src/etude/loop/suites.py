@@ -38,7 +38,8 @@ MOST_COMPARED = 20_000
 
 @dataclass(frozen=True)
 class Subject:
-    """What to evaluate: a checkpoint directory, a model at a URL, a scripted agent, or the weights on a run's engines.
+    """A model to evaluate: a checkpoint directory, a model at a URL, a scripted agent, or the weights on a run's
+    engines.
 
     `label`: the model's name in results. `run`: the run that trained it; None: unknown. `prompted`: whether it gets the
     suite's prompt."""
@@ -84,7 +85,7 @@ def run_of(model: Path) -> RunFolder | None:
 
 
 def config_for(suite: Suite, given: Mapping[str, Any], subject: Subject, *, source: str = "") -> RunConfig:
-    """Return the config with which a suite is played on a model.
+    """Return the config with which a suite is run on a model.
 
     `given` are the settings of the run or of a config file. The suite's tasks and limits replace them. `source`: a task
     source to use in place of the suite's; "": none. Raises `ConfigError` for settings that do not fit together, or that

@@ -20,7 +20,7 @@ _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
 class Processes:
-    """A snapshot of all processes of this machine, made when it is created: their parents and CPU times."""
+    """The parents and CPU times of all processes of this machine, at the time when this object was created."""
 
     def __init__(self) -> None:
         self._children: dict[int, list[int]] = {}
@@ -90,7 +90,7 @@ def _read_bytes(path: str) -> bytes:
 async def log_usage(sampled: Callable[[bool], Awaitable[dict[str, dict[str, Any]]]], telemetry: Telemetry) -> None:
     """Write a `usage` event every second until cancelled.
 
-    `sampled` is awaited for the event's content, with whether it must have memory."""
+    `sampled(with_memory)` is awaited for the event's content; `with_memory` says whether it must contain the memory."""
     tick = 0
     while True:
         telemetry.event("usage", processes=await sampled(tick % MEMORY_EVERY == 0))

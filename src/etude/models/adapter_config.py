@@ -16,8 +16,8 @@ _MAX_BASES = 8
 def base_of(folder: Path) -> Path:
     """Return the base model's directory of an adapter directory, and any other directory itself.
 
-    The base is looked for at the path in adapter_config.json, then beside the adapter under the name `mid`, where a run
-    keeps it. Raises `CheckpointError` when there is none, or when more than eight adapters build on each other."""
+    The base is searched at the path in adapter_config.json, then beside the adapter under the name `mid`, where a run
+    has it. Raises `CheckpointError` when there is none, or when more than eight adapters build on each other."""
     for _ in range(_MAX_BASES):
         if not (folder / ADAPTER_CONFIG).is_file():
             return folder

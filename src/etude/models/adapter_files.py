@@ -39,7 +39,7 @@ def write_adapter(
     """Write adapter files into `folder`, which the caller then syncs and renames into place.
 
     `tensors`: A and B by PEFT's names, which are stored in `dtype`. `base`: the directory of the base weights, from
-    which config and tokeniser are copied."""
+    which config and tokeniser files are copied."""
     base = base.resolve()
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config.to_peft(base), indent=2) + "\n")
     held = {name: t.to(dtype) for name, t in tensors.items()}
@@ -74,8 +74,8 @@ def merge_adapter(
     """Merge an adapter into the weights of `model`, its base, in place. Returns the adapters.
 
     `tensors`: A and B by PEFT's names, all of one dtype; the model is rounded to the same dtype. `where`: path of the
-    adapter, for errors. `held`: keep A and B in float32 for an optimiser. Raises `CheckpointError` when the adapter
-    does not fit."""
+    adapter, for errors. `held`: whether A and B stay in float32, for an optimiser. Raises `CheckpointError` when the
+    adapter does not fit."""
     kinds = {tensor.dtype for tensor in tensors.values()}
     if len(kinds) != 1:
         raise CheckpointError(f"{where} has {len(kinds)} dtypes", "an adapter must have one", hint=HINT_DAMAGED)

@@ -39,7 +39,8 @@ class Cache(Protocol):
 
     @property
     def compressed(self) -> bool:
-        """Whether a latent-attention model should pass latents, instead of keys and values computed from them."""
+        """Whether a model with latent attention should pass latents to `attend`, instead of the keys and values that
+        are computed from them."""
 
     def attend(
         self,
@@ -185,7 +186,8 @@ class AttentionLayer(Protocol):
         The names are those of `components.AttentionKind.shapes`."""
 
     def matrices(self) -> dict[str, list[int]]:
-        """Return for each parameter that the Muon optimiser updates: name → row counts of its matrices.
+        """Return the parameters that the Muon optimiser updates: a dict from the name to the row counts of the
+        parameter's matrices.
 
         A parameter may consist of several matrices, stacked along the rows."""
 

@@ -25,7 +25,16 @@ from etude.models.adapter_files import merge_adapter, read_adapter
 from etude.models.checkpoint_files import ASSETS, atomic_directory, save_tensors
 from etude.models.config import ModelConfig
 from etude.models.finite import find_non_finite
-from etude.models.headers import EMBEDDING, HEAD, HINT_DAMAGED, check_weights, read_json, shard_names
+from etude.models.headers import (
+    EMBEDDING,
+    HEAD,
+    HINT_DAMAGED,
+    check_weights,
+    mtp_copies,
+    read_json,
+    read_model_config,
+    shard_names,
+)
 from etude.models.packed_weights import pack_weights, read_stored
 from etude.models.quantised_storage import FP8_SCALE, dequantise, quantization_config
 from etude.models.stacked_experts import BLOCKS, as_stored, expert_part, read_expert, stacked_views
@@ -95,6 +104,8 @@ def write_model(
         tensors = stacked_views(model)
     else:
         tensors = hf_views(model) if quantise is Quantise.NONE else pack_weights(model, FORMATS[quantise])
+        if model.config.architecture.copies_for_mtp:
+            tensors = tensors | {copy: tensors[name] for copy, name in mtp_copies(model.config).items()}
     _write_weights(tensors, folder, _DTYPES[dtype][0], shard_bytes)
 
 
@@ -113,9 +124,15 @@ def write_config_files(
         router = model.architecture.hf_name(".mlp.gate.").strip(".")
         config["quantization_config"] = quantization_config(quantise, router=router)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if assets is not None:
+        copy_assets(Path(assets), folder)
+
+
+def copy_assets(assets: Path, folder: Path) -> None:
+    """Copy the tokeniser files that `assets` has into `folder`."""
     for asset in ASSETS:
-        if assets is not None and (Path(assets) / asset).is_file():
-            shutil.copyfile(Path(assets) / asset, folder / asset)
+        if (assets / asset).is_file():
+            shutil.copyfile(assets / asset, folder / asset)
 
 
 def _carried(assets: Path | str | None) -> dict[str, object]:
@@ -148,7 +165,8 @@ def _write_weights(views: Mapping[str, torch.Tensor], folder: Path, kind: torch.
 
 
 def write_index(where: Mapping[str, str], num_bytes: int, folder: Path) -> None:
-    """Write the index of a directory with shards. `where`: tensor name → shard; `num_bytes`: of all weights."""
+    """Write the index of a directory with several weight files (shards). `where`: tensor name → file name. `num_bytes`:
+    the size of all weights."""
     index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(where.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
@@ -174,7 +192,7 @@ def load_model(
     path, device = Path(path), device or torch.device("cpu")
     if (path / ADAPTER_CONFIG).is_file():
         return _load_merged(path, dtype=dtype, operators=operators, held=held, parallel=parallel).to(device)
-    config = ModelConfig.from_hf(read_json(path / "config.json"))
+    config = read_model_config(path)
     found = check_weights(path, config)  # before an invalid config makes us allocate memory
     verify_weights(path)
     operators = Exact(dtype) if operators is None else operators
@@ -219,8 +237,8 @@ def _load_merged(
 def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (Hugging Face name, float32 tensor) of every weight of a checkpoint directory, sorted by name.
 
-    One tensor at a time is in memory. Raises `CheckpointError` for a missing or damaged file."""
-    config = ModelConfig.from_hf(read_json(path / "config.json"))
+    Only one tensor at a time is in memory. Raises `CheckpointError` for a missing or damaged file."""
+    config = read_model_config(path)
     found = check_weights(path, config)
     verify_weights(path)
     with torch.device("meta"):
@@ -322,7 +340,7 @@ def open_tensors(path: Path, found: Container[str]) -> Iterator[Tensors]:
 class RowRange:
     """A request to read rows [start, stop) of a tensor, named as in Hugging Face checkpoints, into given memory.
 
-    `shape`: of the full tensor. `out`: [stop - start, *shape[1:]]."""
+    `shape`: the shape of the full tensor. `out`: the memory for the rows, [stop - start, *shape[1:]]."""
 
     name: str
     shape: tuple[int, ...]
@@ -333,11 +351,11 @@ class RowRange:
 
 @torch.no_grad()
 def read_rows(path: Path, ranges: Iterable[RowRange]) -> None:
-    """Read rows of a checkpoint directory into memory: what a rank needs of a sharded model.
+    """Read rows of tensors of a checkpoint directory into memory, for one rank of a sharded model.
 
-    Of plain tensors only these rows are read from disk; quantised tensors are read in full, one at a time. Raises
-    `CheckpointError` as `load_model` does."""
-    config = ModelConfig.from_hf(read_json(path / "config.json"))
+    Of plain tensors only these rows are read from disk; quantised tensors are read in full, one at a time. Raises the
+    `CheckpointError` of `load_model`."""
+    config = read_model_config(path)
     found = check_weights(path, config)
     embedding, head = map(config.architecture.hf_name, (EMBEDDING, HEAD))
     tied = config.tie_embeddings and head in found

@@ -64,11 +64,11 @@ class AttentionKind(Protocol):
         """Return (out, in) of each matrix product of a layer, with the sizes of the model `c`."""
 
     def cache_layout(self, c: Sizes) -> CacheLayout:
-        """Return what an engine's KV cache stores for each token and layer."""
+        """Return the layout of an engine's KV cache for each token and layer."""
 
 
 class QkNorm(enum.StrEnum):
-    """Over which numbers queries and keys are RMS-normalised, before RoPE.
+    """Which numbers of queries and keys are RMS-normalised together, before RoPE.
 
     HEAD: each head separately, with one weight for all heads. WIDTH: all heads together."""
 
@@ -81,9 +81,9 @@ class QkNorm(enum.StrEnum):
 class GroupedQueries:
     """Grouped-query attention (arXiv 2305.13245).
 
-    `qk_norm`: how queries and keys are normalised. `bias`: the projections to queries, keys and values have biases.
-    `out_bias`: the output projection has one. `sinks`: each query head has a learned logit that is part of the
-    softmax's denominator, an attention sink (arXiv 2309.17453, §3.3)."""
+    `qk_norm`: how queries and keys are normalised. `bias`: whether the projections to queries, keys and values have
+    biases. `out_bias`: whether the output projection has one. `sinks`: each query head has a learned logit that is part
+    of the softmax's denominator, an attention sink (arXiv 2309.17453, §3.3)."""
 
     layer: ClassVar[str] = "etude.models.attention:Attention"
     qk_norm: QkNorm = QkNorm.HEAD
@@ -131,11 +131,11 @@ class Scores(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Routing:
-    """How router logits become experts and gates (the weights of the chosen experts).
+    """The rules by which experts and their gates (weights) are computed from router logits.
 
-    `scores`: the activation of the logits. `scaling`: a factor of all gates. `normalise`: whether the gates of a token
-    are divided by their sum first, so that they sum to `scaling`. With groups (arXiv 2412.19437, §2.1.2) only experts
-    of the `top_groups` best of `num_groups` groups can be chosen. A group's score is the sum of its two best experts'
+    `scores`: the activation of the logits. `normalise`: whether the gates of a token are divided by their sum.
+    `scaling`: a factor by which all gates are then multiplied. With groups (arXiv 2412.19437, §2.1.2) only experts of
+    the `top_groups` best of `num_groups` groups can be chosen. A group's score is the sum of its two best experts'
     scores."""
 
     scores: Scores = Scores.SOFTMAX
@@ -271,8 +271,8 @@ class Yarn:
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
     def interpolated(self, rope_dim: int, theta: float) -> list[float]:
-        """Return for each of the rope_dim / 2 frequencies how far it is changed: 0.0 keeps it, 1.0 divides it by
-        `factor`."""
+        """Return a number from 0.0 to 1.0 for each of the rope_dim / 2 frequencies: 0.0 means that it is not changed,
+        1.0 that it is divided by `factor`."""
 
         def turns(rotations: float) -> float:
             """Return the dimension with this number of rotations within the original context."""

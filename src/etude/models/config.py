@@ -34,8 +34,11 @@ from etude.models.config_json import (
     MAX_CONTEXT_TOKENS,
     MAX_EXPERTS,
     MAX_LAYERS,
+    MAX_MTP_HEADS,
+    MTP_KEY,
     boolean,
     head_dim,
+    mtp_heads,
     partial_rotary,
     positive_float,
     positive_ints,
@@ -73,6 +76,7 @@ OPTIONS: dict[str, Any] = {
     "sliding_window": 0,
     "sliding_layers": (),
     "swiglu": None,
+    "mtp_heads": 0,
 }
 """The fields of `ModelConfig` that only some families have (`ModelFamily.options`), with the value in all others."""
 
@@ -81,7 +85,8 @@ OPTIONS: dict[str, Any] = {
 class ModelConfig:
     """Sizes of a decoder model. The defaults are those of the laptop example, a Qwen3-MoE.
 
-    - `num_kv_heads`, `head_dim`: with latent attention they must be `num_heads` and nope_dim + rope_dim.
+    - `num_kv_heads`, `head_dim`: with latent attention, these must equal `num_heads`, and `latent.nope_dim +
+      latent.rope_dim`.
     - `expert_size`: the intermediate width of an expert. `num_experts`: 0 in a family without routers; then `top_k` is
       0.
     - `family`: one of `FAMILY_NAMES`, or the import path of a user's family.
@@ -95,6 +100,8 @@ class ModelConfig:
     - `sliding_layers`: indices of layers in which a token attends only to the last `sliding_window` tokens, itself
       included.
     - `swiglu`: the experts' activation; None: SwiGLU.
+    - `mtp_heads`: multi-token prediction heads (arXiv 2412.19437, §2.2), in families that have them. Each is one more
+      layer, which predicts one token further. Logits, routes and `num_parameters` do not depend on them.
 
     >>> ModelConfig().num_parameters
     1527872
@@ -131,6 +138,7 @@ class ModelConfig:
     sliding_window: int = ranged(0, low=0)
     sliding_layers: tuple[int, ...] = ()
     swiglu: ClampedSwiglu | None = None
+    mtp_heads: int = ranged(0, low=0, high=MAX_MTP_HEADS)
 
     def __post_init__(self) -> None:
         family = self.architecture  # checks the name
@@ -173,7 +181,8 @@ class ModelConfig:
 
     @property
     def architecture(self) -> ModelFamily:
-        """The model's family. Raises `ConfigError` or `PluginRefused` for an unknown one."""
+        """The model's family. Raises `ConfigError` for an unknown family, and `PluginRefused` for a plug-in that cannot
+        be used."""
         return family_of(self.family)
 
     @property
@@ -186,6 +195,11 @@ class ModelConfig:
         """Indices of the layers with a router."""
         dense = set(self.dense_layers)
         return tuple(i for i in range(self.num_layers) if i not in dense) if self.num_experts else ()
+
+    def has_router(self, layer: int) -> bool:
+        """Return whether a layer has a router. MTP heads, the layers from `num_layers` on, have one if the model has
+        experts."""
+        return bool(self.num_experts) and layer not in self.dense_layers
 
     @property
     def num_moe_layers(self) -> int:
@@ -219,6 +233,17 @@ class ModelConfig:
         yarn = Yarn(factor=factor, original_tokens=self.context_tokens)
         return replace(self, context_tokens=context_tokens, yarn=yarn)
 
+    def with_mtp_heads(self, number: int) -> ModelConfig:
+        """Return this config with `number` MTP heads. Raises `ConfigError` in a family without such heads."""
+        if number and "mtp_heads" not in self.architecture.options:
+            families = ", ".join(name for name in FAMILY_NAMES if "mtp_heads" in family_of(name).options)
+            raise ConfigError(
+                f"a model of family {self.family} cannot have MTP heads",
+                f"families with such heads: {families}",
+                hint="set mtp_heads = 0",
+            )
+        return replace(self, mtp_heads=number)
+
     @property
     def rope_dim(self) -> int:
         """The width of the part of a head to which rotary positions apply."""
@@ -232,7 +257,7 @@ class ModelConfig:
 
     @property
     def cache_layout(self) -> CacheLayout:
-        """What an engine's KV cache stores for each token and layer."""
+        """The layout of an engine's KV cache for each token and layer."""
         return self.attention.cache_layout(self)
 
     @property
@@ -242,14 +267,29 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """The number of parameters, without router biases."""
+        """The number of parameters, without router biases and MTP heads."""
         d, dense = self.hidden_size, self.num_layers - self.num_moe_layers
+        embeddings = self.vocab_size * d * (1 if self.tie_embeddings else 2)
+        layers = self.num_moe_layers * self._layer_parameters(router=True) + dense * self._layer_parameters(
+            router=False
+        )
+        return layers + embeddings + d
+
+    @property
+    def mtp_parameters(self) -> int:
+        """The number of parameters of the MTP heads, without router biases."""
+        d = self.hidden_size
+        return self.mtp_heads * (self._layer_parameters(router=bool(self.num_experts)) + 2 * d * d + 3 * d)
+
+    def _layer_parameters(self, *, router: bool) -> int:
+        d = self.hidden_size
+        common = sum(map(prod, self.attention.shapes(self).values())) + 2 * d
+        if not router:
+            return common + 3 * d * self.dense_width
         experts = d * (self.num_experts * (3 * self.expert_size + 1) + 3 * self.num_shared * self.expert_size)
         if self.architecture.expert_bias:
             experts += self.num_experts * (2 * self.expert_size + d + 1)
-        embeddings = self.vocab_size * d * (1 if self.tie_embeddings else 2)
-        blocks = self.num_layers * (sum(map(prod, self.attention.shapes(self).values())) + 2 * d)
-        return blocks + self.num_moe_layers * experts + dense * 3 * d * self.dense_width + embeddings + d
+        return common + experts
 
     @property
     def product_shapes(self) -> set[tuple[int, int]]:
@@ -305,7 +345,7 @@ class ModelConfig:
 
 
 class ModelFamily:
-    """A family of models: everything in which it differs from other families.
+    """A family of models, such as Qwen3-MoE: the properties in which it differs from other families.
 
     To add one, derive from this class, or from a similar family, and override what differs. The base class is a family
     with grouped-query attention and softmax routers. One object serves all models of the family, so it must not store
@@ -339,6 +379,9 @@ class ModelFamily:
     """The activation of router logits."""
     options: ClassVar[frozenset[str]] = frozenset()
     """Which of the fields `OPTIONS` of a `ModelConfig` may vary. `read` returns them."""
+    copies_for_mtp: ClassVar[bool] = False
+    """Whether a checkpoint has copies of the embedding and the output matrix in each MTP head, as DeepSeek-V3's has.
+    They are written again, and not read."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """Parts of tensor names that differ from etude's: etude's part → this family's part.
 
@@ -437,6 +480,8 @@ class ModelFamily:
         raw = {**self.defaults, **raw}
         try:
             fields = {**read_rope(raw), **self.read(raw)}
+            if "mtp_heads" in self.options:
+                fields["mtp_heads"] = mtp_heads(raw)
             if "rotary_dim" not in self.options and partial_rotary(raw) != 1.0:
                 raise ValueError("partial_rotary_factor must be 1")
             return ModelConfig(
@@ -479,6 +524,7 @@ class ModelFamily:
             "rms_norm_eps": c.rms_eps,
             "tie_word_embeddings": c.tie_embeddings,
             **{key: supported for key, (supported, _) in self.fixed.items()},
+            **({MTP_KEY: c.mtp_heads} if "mtp_heads" in self.options else {}),
             "attention_dropout": 0.0,
             "use_cache": True,
         }

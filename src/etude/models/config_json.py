@@ -13,8 +13,10 @@ from etude.models.components import Llama3, Yarn
 MAX_CONTEXT_TOKENS = 1 << 20
 """Bounds the memory of the RoPE tables that a config can make etude allocate."""
 MAX_LAYERS = 4096
+MAX_MTP_HEADS = 16
 MAX_EXPERTS = 65_535
 """A route has at most two bytes, and one value marks a missing route."""
+MTP_KEY = "num_nextn_predict_layers"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 _PARTIAL = "partial_rotary_factor"
 _SCALES = ("mscale", "mscale_all_dim", "attention_factor")  # of YaRN
@@ -37,6 +39,14 @@ def positive_int(raw: Mapping[str, Any], key: str, *, default: int | None = None
     value = default if raw.get(key) is None else raw[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{key} = {value!r}, expected a whole number of at least 1")
+    return value
+
+
+def mtp_heads(raw: Mapping[str, Any]) -> int:
+    """Read `num_nextn_predict_layers`, the number of MTP heads; 0 where it is missing or null."""
+    value = raw.get(MTP_KEY) or 0
+    if type(value) is not int or not 0 <= value <= MAX_MTP_HEADS:
+        raise ValueError(f"{MTP_KEY} = {value!r}, expected a whole number from 0 to {MAX_MTP_HEADS}")
     return value
 
 
@@ -72,7 +82,8 @@ def read_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def partial_rotary(raw: Mapping[str, Any], *, default: float = 1.0) -> float:
-    """Read `partial_rotary_factor`: which part of a head RoPE rotates. `default`: where the key is missing."""
+    """Read `partial_rotary_factor`, the share of a head's numbers that RoPE rotates. `default`: the value if the key is
+    missing."""
     given = [one[_PARTIAL] for one in (_rope_section(raw), raw) if one.get(_PARTIAL) is not None]
     return positive_float(given[0] if given else default, _PARTIAL)
 
@@ -123,7 +134,7 @@ def _yarn(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> Yarn:
 def write_rope(theta: float, scaling: Yarn | Llama3 | None, share: float | None = None) -> dict[str, Any]:
     """Return the keys of config.json that `read_rope` and `rotary_dim` read, for both major versions of transformers.
 
-    `share`: the part of a head that RoPE rotates; None: not written, it is 1."""
+    `share`: the share of a head's numbers that RoPE rotates; None: all, and no key is written."""
     partial = {} if share is None else {_PARTIAL: share}
     keys = _scaling_keys(scaling)
     new = {"rope_theta": theta, "rope_type": "default", **keys, **partial}
@@ -134,7 +145,7 @@ def write_rope(theta: float, scaling: Yarn | Llama3 | None, share: float | None 
 def rotary_share(width: int, head_width: int) -> float:
     """Return the `partial_rotary_factor` with which transformers rotates `width` of the `head_width` numbers of a head.
 
-    It rounds down: 98 · (2 / 98) is a little less than 2.
+    The result is never too small: transformers rounds the product down, and 98 · (2 / 98) is a little less than 2.
 
     >>> rotary_share(2, 4), int(98 * rotary_share(2, 98))
     (0.5, 2)

@@ -125,8 +125,8 @@ def _top_experts(
 class Dispatch:
     """The permutation that sorts (token, choice) pairs by expert, so that each expert gets consecutive rows.
 
-    `source_S`: int64, the token whose copy each row has; 0 in padding. `slot_NK`: int64, the row of each (token,
-    choice). `rows`: the number of rows of each expert, padding included."""
+    `source_S`: int64, for each row the token of which it is a copy; 0 in padding. `slot_NK`: int64, the row of each
+    (token, choice) pair. `rows`: the number of rows of each expert, padding included."""
 
     source_S: torch.Tensor
     slot_NK: torch.Tensor
@@ -182,7 +182,7 @@ class ExchangedDispatch(Dispatch):
     def between(
         cls, experts_NK: torch.Tensor, num_held: int, padded: Callable[[int], int], parallel: Parallel
     ) -> ExchangedDispatch:
-        """Exchange the row counts between the ranks, and return the dispatch. A collective call.
+        """Exchange the row counts between the ranks, and return the dispatch. All ranks must call this together.
 
         `num_held`: experts per rank. The other arguments are those of `Dispatch.of`."""
         degree = parallel.degree
@@ -223,9 +223,10 @@ def mix(
 ) -> torch.Tensor:
     """Compute the output of the experts, [N, D]: for each token, Σ over its K experts of gate · expert(x).
 
-    An expert is down(silu(gate_proj x) · up_proj x). The matrices are this rank's: a part of each expert (tensor
+    An expert is down(silu(gate_proj x) · up_proj x). The matrices are those of this rank: a part of each expert (tensor
     parallelism), or some experts (expert parallelism). With expert parallelism `hook` receives only the results that
-    come back. `biases`: of the projections, [E, 2F] and [E, D]. `swiglu`: another activation."""
+    are sent back to this rank. `biases`: the biases of the two projections, [E, 2F] and [E, D]. `swiglu`: an activation
+    in place of silu."""
     pairs = (operators.lora_pairs(gate_up_E2FD), operators.lora_pairs(down_EDF))
     plain = biases == (None, None) and swiglu is None
     if plain and hook is no_hook and parallel.degree == 1 and pairs == (None, None):

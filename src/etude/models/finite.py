@@ -14,7 +14,8 @@ from etude.models.hooks import ForwardHook
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all numbers are finite. It takes one pass, and a second one only where the sum is not finite.
+    """Return whether all numbers are finite. It takes one pass over the tensor; a second pass is needed only if the sum
+    is not finite.
 
     >>> is_finite(torch.tensor([3e38, 3e38])), is_finite(torch.tensor([1.0, float("nan")]))
     (True, False)
@@ -34,7 +35,8 @@ def describe_non_finite(tensor: torch.Tensor) -> str:
 
 
 def find_non_finite(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return the names of the tensors with NaN or infinities, in their order, each with `describe_non_finite` of it."""
+    """Find the tensors with NaN or infinities. Returns name → `describe_non_finite` of the tensor, in the order of
+    `tensors`."""
     return {name: describe_non_finite(tensor) for name, tensor in tensors.items() if not is_finite(tensor)}
 
 
@@ -42,8 +44,9 @@ def find_non_finite(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 class NonFiniteOrigin:
     """The first operator of a forward pass whose result is not finite.
 
-    `name`: of the operator, such as "layers.3.attention.qkv". `row`: the first bad row: a token of the forward pass;
-    for the last norm and the logits, a row of logits. `facts`: from `describe_non_finite`."""
+    `name`: the name of the operator, such as "layers.3.attention.qkv". `row`: the index of the first row with a
+    non-finite number: a token of the forward pass; for the last norm and the logits, a row of logits. `facts`: the
+    result of `describe_non_finite`."""
 
     name: str
     row: int

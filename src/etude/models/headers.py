@@ -10,13 +10,14 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from etude.errors import CheckpointError, ConfigError
 from etude.models.adapter_config import base_of
 from etude.models.components import Scores, Shape
 from etude.models.config import ModelConfig
+from etude.models.config_json import MTP_KEY
 from etude.models.quantised_storage import (
     FP8_DTYPE,
     FP8_SCALE,
@@ -47,8 +48,24 @@ class StoredTensor:
     shape: Shape
 
 
+def read_model_config(folder: Path) -> ModelConfig:
+    """Read the model of a checkpoint directory, whose config.json may say more MTP heads than the files have.
+
+    transformers leaves out the tensors of MTP heads, and keeps their number: such a model has no heads. Raises
+    `CheckpointError` when a file is missing or damaged, or the architecture is not supported."""
+    config = ModelConfig.from_hf(read_json(folder / "config.json"))
+    return without_missing_heads(config, read_headers(folder)) if config.mtp_heads else config
+
+
+def without_missing_heads(config: ModelConfig, names: Iterable[str]) -> ModelConfig:
+    """Return the config of a model, without MTP heads if none of their tensors is among `names`."""
+    outside, layers = config.architecture.hf_name, range(config.num_layers, config.num_layers + config.mtp_heads)
+    heads = tuple(outside(f"model.layers.{layer}.") for layer in layers)
+    return config if any(name.startswith(heads) for name in names) else replace(config, mtp_heads=0)
+
+
 def check_weights(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
-    """Check that a checkpoint directory has exactly the tensors of a model, and return its tensors by name.
+    """Check that a checkpoint directory has exactly the tensors of a model. Returns these by name.
 
     Raises `CheckpointError`, which names file, tensor, and found and expected shape."""
     found = read_headers(folder)
@@ -62,6 +79,7 @@ def weight_errors(folder: Path, found: Mapping[str, StoredTensor], config: Model
 
     `found`: the tensors of the directory `folder`."""
     known = {config.architecture.hf_name(HEAD)}  # some writers repeat a tied one: the loader compares it
+    known |= {part for name in mtp_copies(config) for part in (name, name + FP8_SCALE)}
     for name, shape in stored_shapes(found, config):
         try:
             known |= _check_tensor(name, found, shape, folder)
@@ -115,7 +133,7 @@ def report_unused_layers(folder: Path, config: ModelConfig, report: Callable[[st
     if layers := unused_layers(folder, config):
         named = ", ".join(f"{layer} ({tensors} tensors)" for layer, tensors in layers.items())
         report(
-            f"{folder}: dropped, since etude does not support multi-token prediction: {named}. They are not trained, "
+            f"{folder}: dropped, since config.json has {MTP_KEY} = {config.mtp_heads}: {named}. They are not trained, "
             f"and not part of checkpoints and exports"
         )
 
@@ -186,18 +204,31 @@ def weight_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     """Yield etude's name (`weight_views.views`) and shape of every weight of a model.
 
     It is an iterator, since an invalid config may describe very many weights."""
-    d, moe = config.hidden_size, set(config.moe_layers)
-    attention = config.attention.shapes(config)
+    d = config.hidden_size
     yield EMBEDDING, (config.vocab_size, d)
     for layer in range(config.num_layers):
-        at = f"model.layers.{layer}."
-        yield at + "input_layernorm.weight", (d,)
-        yield from ((f"{at}self_attn.{name}", shape) for name, shape in attention.items())
-        yield at + "post_attention_layernorm.weight", (d,)
-        yield from _expert_shapes(config, at) if layer in moe else _mlp_shapes(at + "mlp.", d, config.dense_width)
+        yield from _layer_shapes(config, layer)
     yield "model.norm.weight", (d,)
     if not config.tie_embeddings:
         yield HEAD, (config.vocab_size, d)
+    for layer in range(config.num_layers, config.num_layers + config.mtp_heads):
+        at = f"model.layers.{layer}."
+        yield from ((f"{at}{name}.weight", (d,)) for name in ("enorm", "hnorm", "shared_head.norm"))
+        yield at + "eh_proj.weight", (d, 2 * d)
+        yield from _layer_shapes(config, layer)
+
+
+def mtp_copies(config: ModelConfig) -> dict[str, str]:
+    """Return the tensors of a checkpoint that repeat weights of the trunk in each MTP head: Hugging Face name → that
+    of the trunk's tensor.
+
+    Such tensors are written where the family has them (`ModelFamily.copies_for_mtp`), and are never read."""
+    outside, found = config.architecture.hf_name, dict[str, str]()
+    for layer in range(config.num_layers, config.num_layers + config.mtp_heads):
+        found[outside(f"model.layers.{layer}.embed_tokens.weight")] = outside(EMBEDDING)
+        head = EMBEDDING if config.tie_embeddings else HEAD
+        found[outside(f"model.layers.{layer}.shared_head.head.weight")] = outside(head)
+    return found
 
 
 def hf_weight_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
@@ -207,9 +238,11 @@ def hf_weight_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
 
 
 def stored_shapes(found: Iterable[str], config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    """Yield the name and shape of every tensor that a checkpoint of a model has, with experts stacked where they are.
+    """Yield the name and shape of every tensor that a checkpoint of a model must have. In some checkpoints, experts are
+    stacked in one tensor.
 
-    `found`: the names in the checkpoint. Several ranks of a learner write each expert by itself, in every family."""
+    `found`: the names in the checkpoint. They decide whether experts are stacked: a learner with several ranks writes
+    each expert as a tensor of its own, in every family."""
     if not config.architecture.stacks_experts or any(expert_part(name) for name in found):
         yield from hf_weight_shapes(config)
         return
@@ -217,6 +250,17 @@ def stored_shapes(found: Iterable[str], config: ModelConfig) -> Iterator[tuple[s
     outside = config.architecture.hf_name
     for layer in config.moe_layers:
         yield from stacked_shapes(outside(f"model.layers.{layer}.mlp.experts."), config)
+
+
+def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
+    d, at = config.hidden_size, f"model.layers.{layer}."
+    yield at + "input_layernorm.weight", (d,)
+    yield from ((f"{at}self_attn.{name}", shape) for name, shape in config.attention.shapes(config).items())
+    yield at + "post_attention_layernorm.weight", (d,)
+    if config.has_router(layer):
+        yield from _expert_shapes(config, at)
+    else:
+        yield from _mlp_shapes(at + "mlp.", d, config.dense_width)
 
 
 def _expert_shapes(config: ModelConfig, at: str) -> Iterator[tuple[str, Shape]]:

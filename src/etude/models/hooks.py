@@ -20,5 +20,6 @@ def no_hook(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def layer_hook(hook: ForwardHook, layer: int) -> ForwardHook:
-    """Return `hook` for the operators of one layer: it adds "layers.N." to their names."""
+    """Return a hook for the operators of layer number `layer`. It calls `hook` with "layers.N." before the operator's
+    name."""
     return hook if hook is no_hook else lambda name, tensor: hook(f"layers.{layer}.{name}", tensor)

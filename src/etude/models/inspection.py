@@ -11,7 +11,7 @@ from pathlib import Path
 from etude.errors import CheckpointError
 from etude.models.adapter_config import base_of
 from etude.models.config import ModelConfig, ModelFamily, family_for
-from etude.models.headers import StoredTensor, read_headers, read_json, weight_errors
+from etude.models.headers import StoredTensor, read_headers, read_json, weight_errors, without_missing_heads
 from etude.models.quantised_storage import check_scheme
 
 MOST = 1000
@@ -20,14 +20,14 @@ MOST = 1000
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint directory contains.
+    """The content of a checkpoint directory, and the problems that were found in it.
 
     - `folder`: the directory; for an adapter, that of its base.
-    - `family`: of its config.json.
-    - `config`: the sizes; None where config.json does not have them. Unsupported settings are taken as the supported
+    - `family`: the model family of its config.json.
+    - `config`: the sizes; None where config.json does not have them. Unsupported settings are replaced by supported
       ones.
     - `tensors`: the stored tensors, by name.
-    - `problems`: everything that etude cannot use, at most `MOST` of tensors."""
+    - `problems`: an error for everything that etude cannot use; at most `MOST` of them are about tensors."""
 
     folder: Path
     family: ModelFamily
@@ -54,6 +54,7 @@ def inspect(folder: Path) -> Inspection:
     try:
         config = family.from_hf({**raw, **supported})
         tensors = read_headers(folder)
+        config = without_missing_heads(config, tensors)
         problems += islice(weight_errors(folder, tensors, config), MOST)
     except CheckpointError as error:
         problems.append(error)

@@ -59,7 +59,7 @@ class Adapters(nn.Module):
       too (`round_parameters`).
     - `held`: dtype of A and B in memory (None: `dtype`).
     - `digest`: the base model's digest, if known; otherwise it is computed.
-    - `device`: of A and B, where the model is on the meta device (`share`).
+    - `device`: the device of A and B, if the model is on the meta device (`share`).
 
     Raises `CheckpointError` where the model is not the config's base, or lacks its modules."""
 
@@ -109,7 +109,7 @@ class Adapters(nn.Module):
             self._merge(one)
 
     def share(self, rows: Mapping[str, slice]) -> None:
-        """Use the shards of a model that FSDP2 has sharded. Call it once, after sharding.
+        """Adapt to a model that FSDP2 has sharded. Call it once, after the sharding.
 
         Base and merged matrices then have only this rank's rows, and A and B stay complete on every rank. `rows`:
         parameter name → this rank's rows."""
@@ -126,7 +126,7 @@ class Adapters(nn.Module):
     def bases(self) -> dict[str, torch.Tensor]:
         """The frozen base matrix W, or this rank's rows of it, by name of the adapted parameter in the model.
 
-        In host memory."""
+        They are in host memory."""
         return {one.parameter: one.base for one in self._adapters}
 
     @property
@@ -138,7 +138,8 @@ class Adapters(nn.Module):
 
     @property
     def views(self) -> dict[str, torch.Tensor]:
-        """All A and B matrices by PEFT's names, as contiguous, detached views of the trained parameters."""
+        """All A and B matrices by their names in PEFT's files, as contiguous, detached views of the trained
+        parameters."""
         return {name: view for one in self._adapters for name, view in one.views.items()}
 
     @property
@@ -153,7 +154,8 @@ class Adapters(nn.Module):
 
     @property
     def derived(self) -> list[tuple[frozenset[str], Callable[[], None]]]:
-        """For each merged parameter, the names of its A and B, and a function that merges them into it."""
+        """For each merged parameter, the names of its A and B matrices, and a function that merges them into the
+        parameter."""
         return [(frozenset(one.views), functools.partial(self._merge, one)) for one in self._adapters]
 
     def _merge(self, one: _Adapter) -> None:
@@ -189,7 +191,8 @@ def round_parameters(model: Transformer, dtype: torch.dtype) -> None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, detached: its rows of an FSDP2 shard, all of any other tensor."""
+    """Return this rank's part of a tensor, detached: for an FSDP2 shard the rank's rows, for any other tensor all of
+    it."""
     dtensor: Any = tensor
     own: torch.Tensor = dtensor.to_local() if hasattr(dtensor, "to_local") else dtensor
     return own.detach()
@@ -198,7 +201,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def _chosen(model: Transformer, modules: tuple[str, ...]) -> list[Matrix]:
     """Return the parameters that are adapted. Of fused matrices all must be adapted, or none."""
     chosen = []
-    for matrix in quantisable_matrices(model):
+    for matrix in quantisable_matrices(model, mtp=False):
         adapted = {name for name in matrix.rows if module_name(name) in modules}
         if adapted and adapted != matrix.rows.keys():
             rest = sorted({module_name(name) for name in matrix.rows.keys() - adapted})

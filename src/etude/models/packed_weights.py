@@ -80,7 +80,8 @@ class PackedWeights:
 
     @property
     def decoders(self) -> list[tuple[frozenset[str], Callable[[], None]]]:
-        """For each parameter, the names of its bytes, and a function that decodes them into it.
+        """For each parameter, the names of the tensors with its packed bytes, and a function that decodes them into the
+        parameter.
 
         Call the function after any of these tensors was written."""
         return [
@@ -121,16 +122,17 @@ def _named(matrix: Matrix, bytes_: Packed, format: Format) -> dict[str, dict[str
     return found
 
 
-def quantisable_matrices(model: Transformer) -> list[Matrix]:
-    """Return the parameters of a model that contain quantisable matrices."""
+def quantisable_matrices(model: Transformer, *, mtp: bool = True) -> list[Matrix]:
+    """Return the parameters of a model that contain quantisable matrices; with `mtp` False without MTP heads."""
     parameters = sorted(model.parameters(), key=torch.Tensor.data_ptr)
     starts = [parameter.data_ptr() for parameter in parameters]
     storages = [parameter.untyped_storage() for parameter in parameters]  # identify parameters on the meta device
     without = {id(storage): at for at, storage in enumerate(storages)} if model.embedding.is_meta else {}
-    outside = model.config.architecture.hf_name
+    outside, size = model.config.architecture.hf_name, model.config.num_layers
+    heads = tuple(f"model.layers.{layer}." for layer in range(size, size + len(model.mtp)))
     found: dict[int, Matrix] = {}
     for name, view in views(model).items():
-        if is_quantised(name):
+        if is_quantised(name) and (mtp or not name.startswith(heads)):
             at = without[id(view.untyped_storage())] if without else bisect_right(starts, view.data_ptr()) - 1
             found.setdefault(at, Matrix(parameters[at], {})).rows[outside(name)] = view.shape[0]
     return list(found.values())

@@ -71,7 +71,7 @@ def stored_parts(name: str, shape: tuple[int, ...], kind: Quantise) -> dict[str,
 def ignored_parts(name: str, kind: Quantise) -> set[str]:
     """Return the names of tensors that other tools store for a matrix, and that etude ignores.
 
-    This is the scale of static activation quantisation."""
+    The only such tensor is the scale of static activation quantisation."""
     return {f"{name.removesuffix('.weight')}.input_global_scale"} if FORMATS[kind].has_global_scale else set()
 
 

@@ -23,7 +23,7 @@ class Rope:
 def tables(c: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute cosine and signed sine, float32 [context_tokens, A], with the scaling of the config.
 
-    They are computed on the CPU, whatever the default device, so that they are the same everywhere."""
+    They are always computed on the CPU, so that their bits do not depend on the device."""
     width = c.rope_dim
     waves = c.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width)
     inverse, scale = 1.0 / waves, 1.0

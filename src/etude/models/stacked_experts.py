@@ -57,7 +57,7 @@ class ExpertPart:
 
 
 def expert_part(name: str) -> ExpertPart | None:
-    """Return where a tensor of an expert is in a stack; None for other tensors.
+    """Return the place of an expert's tensor in its stack; None for the names of other tensors.
 
     >>> expert_part("model.layers.0.mlp.experts.3.up_proj.bias")
     ExpertPart(stack='model.layers.0.mlp.experts.gate_up_proj_bias', expert=3, first=1, step=2)
@@ -97,8 +97,8 @@ def stacked_parts(name: str, shape: Shape) -> dict[str, tuple[str, Shape]]:
 def read_expert(part: ExpertPart, *, packed: bool, read: Callable[[str, int], torch.Tensor]) -> torch.Tensor:
     """Read a matrix [O, I] or a bias [O] of one expert from its stack.
 
-    `packed`: the stack is in mxfp4; then the values are float32. `read`: (name of a tensor, index) → that part of its
-    first dimension."""
+    `packed`: whether the stack is in mxfp4; then the values are converted to float32. `read(name, index)` returns
+    element `index` of the first dimension of a stored tensor."""
     rows = slice(part.first, None, part.step)
     if not packed or part.is_bias:
         one = read(part.stack, part.expert)
@@ -112,7 +112,8 @@ def read_expert(part: ExpertPart, *, packed: bool, read: Callable[[str, int], to
 def stacked_views(model: Transformer) -> dict[str, torch.Tensor]:
     """Return every weight of a model by the name of the tensor that stores it, as detached views.
 
-    Where gate and up alternate they are a last dimension of two, since [E, D, 2F] cannot be a view (`as_stored`)."""
+    If gate and up alternate in the file, the view has a last dimension of two for them, since [E, D, 2F] cannot be a
+    view. `as_stored` converts it."""
     from etude.models.transformer import Block
     from etude.models.weight_views import hf_views
 

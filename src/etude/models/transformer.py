@@ -38,12 +38,14 @@ class Forward:
 
     `logits`: [R, V] of the R requested rows, or [N, V]. `routes`: [N, L, K] in `config.route_dtype`, the experts used
     in the L layers with a router. `live`: [N, L, K], the routers' own choice of experts; without replay it equals
-    `routes`. `balance`: a scalar, the mean over layers of the load-balancing loss; None outside training."""
+    `routes`. `balance`: a scalar, the mean over layers of the load-balancing loss; None outside training. `stream`:
+    [N, D], the residual stream after the last layer, from which MTP heads predict."""
 
     logits: torch.Tensor
     routes: torch.Tensor
     live: torch.Tensor
     balance: torch.Tensor | None
+    stream: torch.Tensor
 
 
 class Mlp(nn.Module):
@@ -196,7 +198,7 @@ class Block(nn.Module):
         module, _, name = c.attention.layer.partition(":")
         self.attention: nn.Module = getattr(importlib.import_module(module), name)(c, operators, parallel.tensor)
         self.experts_norm = nn.Parameter(torch.ones(c.hidden_size))
-        dense = layer not in c.moe_layers
+        dense = not c.has_router(layer)
         self.mlp = Mlp("mlp", c.dense_width, c.hidden_size, operators, parallel.tensor) if dense else None
         self.experts = None if dense else Experts(c, operators, parallel)
         self.eps, self.recompute = c.rms_eps, False
@@ -247,6 +249,50 @@ class Block(nn.Module):
         return hook("output", x_ND + y_ND), choice
 
 
+class MtpHead(nn.Module):
+    """A multi-token prediction head (arXiv 2412.19437, §2.2): one more layer, which predicts one token further.
+
+    Head k (from 0) at position i takes the output of head k - 1, or of the trunk, at i, and the embedding of token
+    i + k + 1. It predicts token i + k + 2. `models.mtp` computes it, with the trunk's embedding and output matrix."""
+
+    def __init__(self, c: ModelConfig, number: int, operators: Operators, parallel: Parallel = SINGLE_RANK) -> None:
+        super().__init__()
+        self.operators, self.eps = operators, c.rms_eps
+        self.embedding_norm = nn.Parameter(torch.ones(c.hidden_size))
+        self.output_norm = nn.Parameter(torch.ones(c.hidden_size))
+        self.projection = nn.Parameter(torch.empty(c.hidden_size, 2 * c.hidden_size))
+        self.block = Block(c, c.num_layers + number, operators, parallel)
+        self.norm = nn.Parameter(torch.ones(c.hidden_size))
+
+    def forward(
+        self,
+        before_ND: torch.Tensor,
+        embedded_ND: torch.Tensor,
+        rope: Rope,
+        cache: Cache,
+        layer: int,
+        counts_N: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Choice | None]:
+        """Return the normalised outputs [N, D] and the router's choice, if there is a router.
+
+        `before_ND`: normalised outputs of the head before, or of the trunk. `embedded_ND`: embeddings of the next
+        tokens. `layer`: the number of the head among all layers. The other arguments are those of `Block.forward`."""
+        ops = self.operators
+        embedded_ND = ops.rms_norm(embedded_ND, self.embedding_norm, self.eps)
+        joined = torch.cat([embedded_ND, ops.rms_norm(before_ND, self.output_norm, self.eps)], -1)
+        x_ND, choice = self.block(ops.linear(joined, self.projection), rope, cache, layer, None, no_hook, counts_N)
+        return ops.rms_norm(x_ND, self.norm, self.eps), choice
+
+    def matrices(self) -> dict[str, list[int]]:
+        """Return the parameters outside its layer that Muon updates, each with the row counts of its matrices."""
+        return {"projection": [len(self.projection)]}
+
+    def views(self) -> dict[str, torch.Tensor]:
+        """Return each weight outside its layer as a view, by its name in a checkpoint."""
+        found = {"enorm": self.embedding_norm, "hnorm": self.output_norm, "eh_proj": self.projection}
+        return {f"{name}.weight": one for name, one in (found | {"shared_head.norm": self.norm}).items()}
+
+
 class Transformer(nn.Module):
     """A decoder-only model of any family.
 
@@ -289,6 +335,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(local, layer, operators, parallel) for layer in range(config.num_layers))
         self.norm = nn.Parameter(torch.ones(config.hidden_size))
         self.head = None if config.tie_embeddings else nn.Parameter(torch.empty_like(self.embedding))
+        self.mtp = nn.ModuleList(MtpHead(local, k, operators, parallel) for k in range(config.mtp_heads))
         if seed is not None:
             initialise(self, seed)
         self.cast(dtype)
@@ -307,7 +354,8 @@ class Transformer(nn.Module):
         return parity_class(self.operators, self.config.product_shapes, **sizes, device=self.embedding.device)
 
     def extend_context(self, config: ModelConfig) -> None:
-        """Use the RoPE scaling and the context of `config`, which is `ModelConfig.extended` of this model's."""
+        """Use the RoPE scaling and the context of `config`, which `ModelConfig.extended` made from this model's
+        config."""
         self.config = config
         self.local = replace(self.local, context_tokens=config.context_tokens, yarn=config.yarn)
         self.cos, self.sin = (table.to(self.cos) for table in tables(config))
@@ -345,7 +393,8 @@ class Transformer(nn.Module):
         - `cache`: which tokens attend to each other; None: they are one causal sequence.
         - `routes`: `config.route_dtype` [N, L, K], recorded experts to use in place of the routers' choice, where they
           are known and `plausible` (`replay.RecordedRoutes`). None: the routers choose.
-        - `rows`: int64 [R], the tokens with logits, in that order, also several times; None: all.
+        - `rows`: int64 [R], the tokens whose logits are computed, in this order; a token may occur several times. None:
+          all tokens.
         - `counts`: float32 [N], how often each token counts in the load-balancing loss; None: once.
         - `hook`: called with each operator's result."""
         cache = Packed([len(tokens_N)], self.operators, device=tokens_N.device) if cache is None else cache
@@ -368,6 +417,7 @@ class Transformer(nn.Module):
             routes=used,
             live=used if routes is None else self._stacked([c.live_NK for c in choices], len(tokens_N)),
             balance=torch.stack(balances).mean() if balances else None,
+            stream=x_ND,
         )
 
     def _stacked(self, experts: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
@@ -403,13 +453,34 @@ def initialise(model: Transformer, seed: int) -> None:
     def fill(parameter: torch.Tensor, std: float) -> None:
         parameter.normal_(0.0, std, generator=generator)
 
-    residual = 1 / math.sqrt(2 * c.num_layers)
     fill(model.embedding, c.hidden_size**-0.5 if model.head is None else 0.5)
     if model.head is not None:
         fill(model.head, 0.5 * c.hidden_size**-0.5)
-    for block in model.blocks:
-        assert isinstance(block, Block)
-        for name, parameter in block.named_parameters():
-            if parameter.ndim > 1 and not name.endswith("_bias"):  # biases begin at 0
-                into_residual = name.endswith((".out", ".down"))
-                fill(parameter, parameter.shape[-1] ** -0.5 * (residual if into_residual else 1.0))
+    for layer in (*model.blocks, *model.mtp):  # heads last, so that the trunk does not depend on them
+        _initialise_layer(layer, c.num_layers, generator)
+
+
+def _initialise_layer(layer: nn.Module, num_layers: int, generator: torch.Generator) -> None:
+    for name, parameter in layer.named_parameters():
+        if parameter.ndim > 1 and not name.endswith("_bias"):  # biases begin at 0
+            std = parameter.shape[-1] ** -0.5
+            if name.endswith((".out", ".down")):  # into the residual stream
+                std *= 1 / math.sqrt(2 * num_layers)
+            parameter.normal_(0.0, std, generator=generator)
+
+
+@torch.no_grad()
+def resize_heads(model: Transformer, number: int, *, seed: int) -> None:
+    """Give a model `number` MTP heads, in place: later ones are removed, new ones have random weights by `seed`.
+
+    Raises `ConfigError` in a family without such heads."""
+    dtype, device = model.embedding.dtype, model.embedding.device
+    config = model.config.with_mtp_heads(number)
+    for k in range(len(model.mtp), number):
+        head = MtpHead(model.local, k, model.operators, model.parallel)
+        _initialise_layer(head, config.num_layers, torch.Generator().manual_seed(seed + k))
+        for parameter in head.parameters():
+            parameter.data = parameter.data.to(dtype)
+        model.mtp.append(head.to(device))
+    del model.mtp[number:]
+    model.config, model.local = config, replace(model.local, mtp_heads=number)

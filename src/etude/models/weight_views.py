@@ -13,7 +13,7 @@ from typing import cast
 import torch
 
 from etude.models.attention import AttentionLayer
-from etude.models.transformer import Block, Transformer
+from etude.models.transformer import Block, MtpHead, Transformer
 
 _BIAS = "e_score_correction_bias"
 
@@ -26,7 +26,8 @@ def stays_float32(name: str) -> bool:
 def views(model: Transformer) -> dict[str, torch.Tensor]:
     """Return every weight of a model by etude's name, in a fixed order, as contiguous detached views.
 
-    Etude's names are those of Qwen3 and DeepSeek-V3, for all families. With tied embeddings there is no head."""
+    Etude's names are those of Qwen3 and DeepSeek-V3, for all families: MTP heads are the layers after the last one.
+    With tied embeddings there is no head."""
     found: dict[str, torch.Tensor] = {"model.embed_tokens.weight": model.embedding}
     for layer, block in enumerate(model.blocks):
         assert isinstance(block, Block)
@@ -34,6 +35,11 @@ def views(model: Transformer) -> dict[str, torch.Tensor]:
     found["model.norm.weight"] = model.norm
     if model.head is not None:
         found["lm_head.weight"] = model.head
+    for number, head in enumerate(model.mtp, model.config.num_layers):
+        assert isinstance(head, MtpHead)
+        found |= {
+            f"model.layers.{number}.{name}": view for name, view in (head.views() | _block_views(head.block)).items()
+        }
     return {name: view.detach() for name, view in found.items()}
 
 
@@ -47,7 +53,8 @@ def hf_views(model: Transformer) -> dict[str, torch.Tensor]:
 
 def hf_biases(model: Transformer) -> dict[str, torch.Tensor]:
     """Return the router biases by Hugging Face name, float32 [E] views. They are not parameters."""
-    outside, blocks = model.config.architecture.hf_name, enumerate(model.blocks)
+    outside = model.config.architecture.hf_name
+    blocks = enumerate([*model.blocks, *(head.block for head in model.mtp)])
     found = {outside(f"model.layers.{i}.mlp.gate.{_BIAS}"): getattr(one.experts, "bias", None) for i, one in blocks}
     return {name: bias for name, bias in found.items() if bias is not None}
 

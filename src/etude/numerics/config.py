@@ -20,7 +20,7 @@ class Mode(enum.StrEnum):
 
 
 class ComputeDtype(enum.StrEnum):
-    """The dtype that activations are rounded to. In exact mode it is the same in engine and learner."""
+    """The dtype to which activations are rounded. In exact mode it is the same in engine and learner."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -28,7 +28,7 @@ class ComputeDtype(enum.StrEnum):
 
 
 class Quantise(enum.StrEnum):
-    """The format that inputs and weights of the large matrix products are rounded to, in engine and learner."""
+    """The format to which inputs and weights of the large matrix products are rounded, in engine and learner."""
 
     NONE = "none"
     MXFP8 = "mxfp8"
@@ -37,7 +37,7 @@ class Quantise(enum.StrEnum):
 
 
 def check_device(name: str) -> None:
-    """Raise `ValueError` unless `name` is "auto", "cpu", "cuda" or "cuda:N"."""
+    """Raise `ValueError` unless `name` is "auto", "cpu", "cuda" or "cuda:N", where N is the number of a GPU."""
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", name):
         raise ValueError(f"device = {name!r}, expected auto, cpu, cuda, or cuda:N")
 
@@ -46,8 +46,8 @@ def check_device(name: str) -> None:
 class NumericsConfig:
     """The `[numerics]` section of a run's config.
 
-    `quantise`: the format that large matrix products round to. `degree`: the largest number of tensor-parallel ranks
-    with equal bits, a power of two."""
+    `quantise`: the format to which the inputs and weights of large matrix products are rounded. `degree`: the largest
+    number of tensor-parallel ranks for which results have the same bits; a power of two."""
 
     mode: Mode = Mode.EXACT
     quantise: Quantise = Quantise.NONE

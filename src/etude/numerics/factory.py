@@ -18,8 +18,8 @@ def operators_for(
 ) -> Operators:
     """Return the operators with which engines and learner of a run build their models.
 
-    `dtype`: the dtype of activations. `rounds_weights` False: the weights are rounded already. `device` None: the CPU.
-    Raises `ConfigError` for a combination that is not supported on the device."""
+    `dtype`: the dtype of activations. `rounds_weights`: False if the weights are rounded to the low-precision format
+    already. `device`: None for the CPU. Raises `ConfigError` for a combination that is not supported on the device."""
     inner = _exact(numerics, dtype, device) if numerics.mode is Mode.EXACT else Native(dtype)
     if numerics.quantise is Quantise.NONE:
         return inner

@@ -46,7 +46,7 @@ def grouped_mm(x_SI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tenso
 
 
 def weight_gradient(g_SO: torch.Tensor, x_SI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Compute each expert's gᵀ · x, [E, O, I]; zero for experts without rows, whatever the kernel leaves there."""
+    """Compute each expert's gᵀ · x, [E, O, I]; 0 for experts without rows."""
     gradient = grouped_mm(g_SO.t(), x_SI, ends_E)
     is_empty = torch.cat([ends_E[:1], ends_E.diff()]) == 0
     return gradient.masked_fill_(is_empty[:, None, None], 0.0)

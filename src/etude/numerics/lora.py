@@ -70,8 +70,8 @@ def with_lora_gradient(
 ) -> torch.Tensor:
     """Return `y_NO` unchanged, with an autograd node that gives A and B their gradients.
 
-    `y_NO` is the product of `x_NI` with the merged matrix. `rows`: of each part of a fused matrix. For batched
-    products, all tensors have one more leading dimension."""
+    `y_NO` is the product of `x_NI` with the merged matrix. `rows`: the number of rows of each part of a fused matrix.
+    For batched products, all tensors have one more leading dimension."""
     y: torch.Tensor = _LoraGradient.apply(y_NO, x_NI, a_PrI, b_Or, rows, scale)  # type: ignore[no-untyped-call]
     return y
 
@@ -121,7 +121,9 @@ class _Part:
 
 
 class LoraOperators(Operators):
-    """The operators `inner` for a model with merged matrices: products with them pass gradients to their adapters.
+    """The operators `inner` for a model with LoRA adapters that are merged into its matrices.
+
+    The backward pass of a product with such a matrix gives the gradient to the adapter, not to the matrix.
 
     Results and name are those of `inner`. A matrix is identified by its memory address, and each of its parts by the
     address of its first row. With `weights_move`, matrices move in memory, as when FSDP2 gathers them; then the

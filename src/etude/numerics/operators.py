@@ -59,7 +59,8 @@ class Operators:
 
     @property
     def name(self) -> str:
-        """A name such as "exact bfloat16". Operators with the same name compute the same results, and compare equal."""
+        """A name such as "exact bfloat16". Operators with the same name compute the same results, and are equal
+        (==)."""
         return f"{type(self).__name__.lower()} {str(self.dtype).removeprefix('torch.')}"
 
     def __eq__(self, other: object) -> bool:
@@ -99,7 +100,7 @@ class Operators:
         return self.linear(x_NI, weight_OI)
 
     def linear_partial(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
-        """Compute `linear` with this rank's part of the inputs. The result is a partial sum.
+        """Compute `linear` with this rank's part of the inputs. The result is a partial sum, [N, O].
 
         The caller adds the partial sums of all `ranks`."""
         if self.exact and ranks > 1:
@@ -246,12 +247,12 @@ class Operators:
         return None
 
     def key_windows(self, heads: int, key_width: int) -> KeyWindows:
-        """Return for which numbers of cached keys, padding included, an engine may compute attention with equal
+        """Return the numbers of cached keys, padding included, for which an engine can compute attention with equal
         results."""
         return ANY
 
     def logits(self, x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-        """Compute the output head's product, [R, V]. It is never quantised."""
+        """Compute the logits of the output head, [R, V]. This product is never quantised."""
         return self.linear(x_RD, weight_VD)
 
     def log_softmax(self, logits_RV: torch.Tensor, temperature: torch.Tensor | float = 1.0) -> torch.Tensor:
@@ -267,9 +268,10 @@ class Operators:
 
 
 def delegate_to_inner(kind: type[Operators]) -> None:
-    """Let a class that wraps operators delegate to its attribute `inner` what it does not define itself.
+    """Add to a class that wraps operators all methods and properties of `Operators` that it does not define, as calls
+    of its attribute `inner`.
 
-    This covers methods and properties."""
+    Call it after the class is defined."""
     for name in vars(Operators).keys() - vars(kind).keys():
         if not name.startswith("_"):
             setattr(kind, name, _forwarded(name))

@@ -44,8 +44,8 @@ class Split(enum.StrEnum):
 class Parallel:
     """One rank's place among the `degree` ranks that compute a model together.
 
-    `SINGLE_RANK` has no group and never waits. `group`: None is the default process group. `deadline_s`: of each
-    collective.
+    `SINGLE_RANK` has no group and never waits. `group`: None is the default process group. `deadline_s`: the most
+    seconds for each collective call.
 
     >>> SINGLE_RANK.degree, SINGLE_RANK.tensor is SINGLE_RANK
     (1, True)
@@ -96,7 +96,7 @@ class Parallel:
         return self.sum_over_ranks(ops, ops.linear_partial(x_NI, weight_OI, self.degree), what)
 
     def copy_to_ranks(self, ops: Operators, x: torch.Tensor) -> torch.Tensor:
-        """Return `x`, which all ranks have, so that its gradient is summed over ranks.
+        """Return `x` with an autograd node that sums its gradient over the ranks. All ranks have the same `x`.
 
         It is converted to the storage dtype, so that the sum is rounded once."""
         if self.degree == 1:

@@ -30,8 +30,8 @@ def parity_class(
 ) -> str:
     """Return the parity class of processes that compute with these operators on this device, as a line of text.
 
-    Processes of one class compute equal bits. `products`: (out, in) of the weights; `heads`, `key_width`: of the keys
-    and values in attention. Takes milliseconds.
+    Processes of one class compute equal bits. `products`: (out, in) of each weight matrix. `heads`, `key_width`: number
+    of key/value heads, and their width. Takes milliseconds.
 
     >>> from etude.numerics import Exact, Native
     >>> one, other = (parity_class(kind(), {(8, 16)}, heads=1, key_width=8) for kind in (Exact, Native))

@@ -20,7 +20,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def uniform(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.float32]:
-    """Return uniform random numbers, float32 in [0, 1), one per (seed, position).
+    """Return uniform random numbers, float32 in [0, 1), one for each pair (seeds[i], positions[i]).
 
     A number is 24 bits of splitmix64 (Steele et al., OOPSLA 2014) of seed and position.
 

@@ -21,7 +21,7 @@ _ROWS = 16  # computed at once, which bounds the memory
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """How to change the logits of R rows and truncate their distributions. All tensors are on one device.
+    """The changes of the logits of R rows, and the truncation of their distributions. All tensors are on one device.
 
     Per row: `uniform_R` are float32 random numbers in [0, 1); `temperature_R` is 1 where `greedy_R`; `min_p_R` 0,
     `top_k_R` V and `top_p_R` 1 keep all tokens; `forbidden_RV` masks forbidden tokens (None: none). `sorts`: some row

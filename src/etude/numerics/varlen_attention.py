@@ -48,8 +48,8 @@ def attend(
     """Compute causal attention of packed sequences, and return the output [N, H, B].
 
     Each sequence's last query attends up to its last key, the query before up to the key before, and so on. `starts_q`,
-    `starts_k`: int32 [S + 1]. With `used_k` (int32 [S]) each sequence uses this many keys from its start, and starts
-    may be in any order. `longest_q` and `longest_k` are upper bounds, known on the host."""
+    `starts_k`: int32 [S + 1]. With `used_k` (int32 [S]), sequence i uses only `used_k[i]` keys from its start, and
+    starts may be in any order. `longest_q` and `longest_k` are upper bounds, known on the host."""
     narrow = q_NHA.shape[-1] - v_TGB.shape[-1]
     value = F.pad(v_TGB, (0, narrow)) if narrow else v_TGB
     o: torch.Tensor = torch.ops.aten._flash_attention_forward(

@@ -96,7 +96,7 @@ def read_bytes(model: ModelConfig, batch: float, width: float = BF16_BYTES) -> f
 def engine_bytes(model: ModelConfig, dtype_bytes: float, matrix_bytes: float) -> float:
     """Compute the bytes of an engine's weights.
 
-    Matrices of attention and MLP have `matrix_bytes` per number, other weights `dtype_bytes`."""
+    The weight matrices of attention and MLPs take `matrix_bytes` per number, and all other weights `dtype_bytes`."""
     rounded = sum(map(prod, matrices(model)))
     return matrix_bytes * rounded + dtype_bytes * (model.num_parameters - rounded)
 
@@ -107,8 +107,8 @@ def expert_parameters(model: ModelConfig) -> int:
 
 
 def matrices(model: ModelConfig, on: str = "all") -> list[tuple[int, ...]]:
-    """Return the shapes of the matrices that Muon trains and LoRA adapts: of attention and MLPs, each expert's
-    separately.
+    """Return the shapes of the matrices that Muon trains and LoRA adapts: the weights of attention and MLPs, with one
+    entry for each expert.
 
     `on` selects them: "all", "attention" or "mlp"."""
     found = ((".mlp." in name, shape) for name, shape in weight_shapes(model) if is_quantised(name))
@@ -143,8 +143,8 @@ def trained_parameters(model: ModelConfig, training: Training) -> int:
 def weights_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
     """Compute the bytes of the weights in the device memory of one of `ranks` fully sharded learner ranks.
 
-    Trained weights are float32. The model of a learner with LoRA adapters is frozen, with one copy in the dtype in
-    which it is gathered. Adapters count as in `adapter_parameters_per_rank`."""
+    Trained weights are float32. With LoRA, the frozen model is kept once, in the dtype in which ranks exchange it.
+    Adapters are counted as in `adapter_parameters_per_rank`."""
     if not training.lora_rank:
         return FLOAT32_BYTES * model.num_parameters / ranks
     frozen = training.gathered_bytes * model.num_parameters / ranks
@@ -166,7 +166,7 @@ def optimiser_bytes(model: ModelConfig, training: Training, ranks: int) -> float
 
     All are float32: together with the weights 20 bytes per trained parameter. Rajbhandari et al. 2019, "ZeRO" (arXiv
     1910.02054), section 3.1, with weights and gradients in float32. Muon has no second moment for matrices: Jordan et
-    al. 2024. Adapters count as in `adapter_parameters_per_rank`."""
+    al. 2024. Adapters are counted as in `adapter_parameters_per_rank`."""
     trained = (
         adapter_parameters_per_rank(model, training) if training.lora_rank else trained_parameters(model, training)
     )
@@ -177,9 +177,9 @@ def optimiser_bytes(model: ModelConfig, training: Training, ranks: int) -> float
 def activation_bytes(model: ModelConfig, tokens: int, training: Training) -> float:
     """Compute the bytes of the activations that a forward pass of `tokens` tokens keeps on a learner rank.
 
-    These are the input and inner activations of each layer, and per token a float32 row of logits and its gradient.
-    With recomputation there are the inner activations of one layer only. Korthikanti et al. 2022 (arXiv 2205.05198),
-    section 4.1, with the inner activations of the blocks used here."""
+    These are the input and the inner activations of each layer, and for each token a float32 row of logits and its
+    gradient. With recomputation, only one layer's inner activations are kept at a time. Korthikanti et al. 2022 (arXiv
+    2205.05198), section 4.1, with the inner activations of the blocks used here."""
     d, k = model.hidden_size, max(1, model.top_k + model.num_shared)
     mlp = k * (3 * model.expert_size + d) if model.num_moe_layers else 3 * model.dense_width
     inside = 6 * d + 2 * (model.num_heads + model.num_kv_heads) * model.head_dim + 2 * mlp
@@ -190,8 +190,8 @@ def activation_bytes(model: ModelConfig, tokens: int, training: Training) -> flo
 def delta_bytes(parameters: int, changed: float, width: int = BF16_BYTES) -> float:
     """Estimate the bytes of a delta, the compressed difference between two versions of `parameters` weights.
 
-    `changed` is the share of weights that differ. Each costs its position (entropy, Shannon 1948), a sign, and about
-    one bit for the size of the change. The result is at most the bytes of the weights, with `width` bytes each.
+    `changed` is the share of weights that differ. For each, its position (entropy, Shannon 1948), a sign, and about one
+    bit for the size of the change are stored. The result is at most the bytes of the weights, with `width` bytes each.
 
     >>> round(delta_bytes(1_000_000, 0.02) / 2_000_000, 3)
     0.011

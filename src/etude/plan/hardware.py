@@ -49,11 +49,13 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of this machine for one model, by `etude.loop.calibration`. Times are CPU seconds in one thread.
+    """Measurements of this computer for one model, which `etude.loop.calibration` makes. Times are CPU seconds in one
+    thread.
 
-    - `training_s`, `training_s_token`: a learner step takes the first, plus the second for each of its tokens.
+    - `training_s`, `training_s_token`: a learner step takes `training_s`, plus `training_s_token` for each token.
     - `prefill_s_token`: time of an engine for each token of a prompt.
-    - `decode_s`, `decode_s_sequence`: a decoding step takes the first, plus the second for each sequence in its batch.
+    - `decode_s`, `decode_s_sequence`: a decoding step takes `decode_s`, plus `decode_s_sequence` for each sequence in
+      the batch.
     - `publish_s`, `follow_s`: time to publish a version of the weights (learner), and to load it (each engine).
     - `request_s`: time of an engine for each turn of an agent, besides the model's computation.
     - `turn_s`: time of worker and machines for each turn: the request and the tool.

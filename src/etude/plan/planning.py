@@ -27,7 +27,7 @@ class Memory:
     """Memory use of one learner rank or one engine device, in bytes.
 
     `optimiser` includes master weights, moments and gradients. `cache` is the KV cache. `capacity` is the device's
-    memory. `host`: in the host's memory, beside the `total` on the device."""
+    memory. `host`: bytes in the memory of the host, which are not part of `total`."""
 
     weights: float
     optimiser: float
@@ -54,12 +54,14 @@ class Plan:
     - `batch`: mean number of sequences that an engine decodes together; `critical_batch`: from this number on, decoding
       is compute-bound (0 for a CPU).
     - `decode_tokens_s`: tokens per second of one engine.
-    - `learner_s`, `engines_s`, `machines_s`: how long each is busy; `bound_by` names the longest.
-    - `rollout_s`: from the start of a rollout to its grade.
-    - `sync_s`, `sync_bytes`: until every engine has a new version of the weights, and its size.
-    - `learner_device_s`, `engine_device_s`: summed over devices (CPU: CPU seconds); `inference_to_training` is their
-      ratio.
-    - `communication_s`: per learner rank.
+    - `learner_s`, `engines_s`, `machines_s`: how long learner, engines and machines (sandboxes) are busy; `bound_by`
+      names the one that takes longest.
+    - `rollout_s`: the time from the start of a rollout to its grade.
+    - `sync_s`, `sync_bytes`: the time until every engine has loaded a new version of the weights, and the bytes that
+      are sent to each.
+    - `learner_device_s`, `engine_device_s`: device seconds of learner and engines, summed over devices (CPU: CPU
+      seconds); `inference_to_training` is the second divided by the first.
+    - `communication_s`: how long one learner rank communicates.
     - `dollars`: cost of a step by part: "learner" and "engines", or "machine" for a CPU; `step_dollars` is the sum.
     - `million_tokens_dollars`: cost of a million sampled tokens."""
 
@@ -85,7 +87,7 @@ class Plan:
     million_tokens_dollars: float
 
     def plain(self) -> dict[str, Any]:
-        """Return the plan as plain data for JSON."""
+        """Return the plan as dicts, lists and numbers, for JSON."""
         memory = {"learner_memory": self.learner_memory, "engine_memory": self.engine_memory}
         return {**asdict(self), **{k: {**asdict(m), "total": m.total, "fits": m.fits} for k, m in memory.items()}}
 
@@ -309,8 +311,9 @@ STEP_S, HOP_S = 10e-6, 30e-6
 def all_gather_s(num_bytes: float, ranks: int, device: Device) -> float:
     """Compute the seconds of an all-gather of `num_bytes` that are sharded over `ranks`, or of a reduce-scatter.
 
-    Each rank receives the missing shards over NVLink; each node receives its missing shards over its network cards in
-    parallel. Rajbhandari et al. 2019, "ZeRO" (arXiv 1910.02054), section 7; rings: Patarasuk and Yuan 2009."""
+    Each rank receives the shards that it lacks over NVLink; each node receives the shards that it lacks through all its
+    network cards in parallel. Rajbhandari et al. 2019, "ZeRO" (arXiv 1910.02054), section 7; rings: Patarasuk and Yuan
+    2009."""
     if ranks == 1:
         return 0.0
     inside = num_bytes * (1 - 1 / ranks) / device.nvlink_bytes_s

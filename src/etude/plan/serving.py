@@ -52,7 +52,7 @@ def serving_cost(
             return Serving(ranks, found.decode_tokens_s, 1e6 * dollars / (sequences * sampled_tokens))
         ranks *= 2
     raise EtudeError(
-        f"{MAX_DEVICES} devices of kind {device.name} do not hold the model",
+        f"{MAX_DEVICES} devices of kind {device.name} have too little memory for the model",
         f"one of them would need {found.engine_memory.total / 1e9:,.0f} GB of {device.memory_bytes / 1e9:,.0f} GB",
         hint="leave --hardware out, or choose a larger device",
     )

@@ -10,9 +10,10 @@ class Shape:
     """The rollouts of a training step. Numbers are averages per rollout unless stated otherwise.
 
     `groups` is the number of groups per step; the `group_size` rollouts of a group try the same task. `turns` is the
-    number of requests to the model. `prompt_tokens` come before the first turn, and `tool_tokens` are those of tool
-    outputs. `tool_s` is the seconds that a turn waits for its tool. `signal_share` is the share of rollouts that are
-    trained on: those of groups with different rewards. `solved_share` is the share that solve their task.
+    number of requests to the model. `prompt_tokens` is the number of tokens before the first turn, `sampled_tokens`
+    that of all turns, and `tool_tokens` that of tool outputs. `tool_s` is the seconds that a turn waits for its tool.
+    `signal_share` is the share of rollouts that are trained on: those of groups with different rewards. `solved_share`
+    is the share that solve their task.
 
     >>> shape = Shape(groups=8, group_size=8, turns=5.0, prompt_tokens=60.0, sampled_tokens=40.0, tool_tokens=20.0)
     >>> shape.rollouts, shape.context, shape.prefill_tokens
@@ -124,5 +125,5 @@ class Layout:
 
     @property
     def places(self) -> tuple[Region, ...]:
-        """The regions; if none are given, one region with all engines."""
+        """`regions`; if that is empty, one region with all engines."""
         return self.regions or (Region("here", self.engines),)

@@ -24,10 +24,10 @@ CREATE INDEX IF NOT EXISTS changes_by_organisation ON changes (organisation, sub
 
 
 class Level(enum.IntEnum):
-    """What a subject allows to be kept of its conversations. Each level allows what the lower ones allow.
+    """A level of consent: which data of a subject's conversations may be stored. Each level includes the lower ones.
 
-    OFF: nothing. METRICS: numbers of tokens, model and time. CAPTURE: texts and tokens, to be looked at. TRAIN: texts
-    and tokens, to be trained on."""
+    OFF: nothing. METRICS: numbers of tokens, model and time. CAPTURE: texts and tokens, for people to read. TRAIN:
+    texts and tokens, for training."""
 
     OFF = 0
     METRICS = 1
@@ -39,7 +39,7 @@ class Level(enum.IntEnum):
 
     @classmethod
     def parse(cls, text: str) -> Level:
-        """Return the level of a name. Raises `InputError`.
+        """Return the level with this name. Raises `InputError` for an unknown name.
 
         >>> Level.parse("train") > Level.parse("capture")
         True
@@ -51,18 +51,19 @@ class Level(enum.IntEnum):
 
 
 class Change(NamedTuple):
-    """A level that was set. `at`: Unix time in s."""
+    """A level that was set, and the Unix time in seconds at which it was set."""
 
     level: Level
     at: float
 
 
 class ConsentStore:
-    """The levels of all subjects, in a SQLite file. Changes hold at once, for every process that reads it.
+    """The consent levels of all subjects, in a SQLite file. Every process that reads the file sees a change at once.
 
-    The level of a user is the lower one of the organisation's and the user's own; a user without a choice has that of
-    the organisation. So a user can lower the level and never raise it. A request that names no user may be of any user:
-    its level is the lowest of the organisation and all its users. `clock` returns Unix time in seconds."""
+    The level of a user is the lower one of the organisation's level and the user's own; a user without a level of its
+    own has the organisation's level. So a user can lower the level and never raise it. A request that names no user may
+    come from any user: its level is the lowest of the organisation and all its users. `clock` returns Unix time in
+    seconds."""
 
     def __init__(self, path: Path, keys: KeyStore, *, clock: Callable[[], float] = time.time) -> None:
         self._path, self._keys, self._clock = path, keys, clock
@@ -75,15 +76,19 @@ class ConsentStore:
                 ((found,),) = self._db.execute("SELECT value FROM meta WHERE name = 'keys'").fetchall()
             if found != keys.fingerprint:
                 hint = "use the folder of keys that belongs to it; with other keys no subject would be found"
-                raise PrivacyError(f"{path} belongs to other keys than {keys.folder}", hint=hint)
+                raise PrivacyError(f"{path} was not written with the keys in {keys.folder}", hint=hint)
         except BaseException:
             self._db.close()
             raise
 
     def set(self, subject: Subject, level: Level) -> Level:
-        """Set the level of an organisation or a user, durably, and return the one that now holds for it."""
+        """Set the level of an organisation or a user, durably, and return the one that now holds for it.
+
+        It waits for a process that holds the store's lock, such as one that just publishes what it trained: afterwards
+        nothing is trained against the new level. Raises `DeadlineExceeded`."""
         names = self._keys.names(subject)
-        self.set_named(names, level, name="" if subject.user else subject.organisation)
+        with self._keys.lock():
+            self.set_named(names, level, name="" if subject.user else subject.organisation)
         return self.level_of(names)
 
     def set_named(self, names: SubjectDigests, level: Level, *, name: str = "") -> None:
@@ -95,16 +100,19 @@ class ConsentStore:
             )
 
     def allowed(self, subject: Subject, level: Level) -> bool:
-        """Return whether a subject allows `level` now. Ask when a batch is formed, and again before it is committed."""
+        """Return whether a subject allows `level` now.
+
+        Call it when a training batch is formed, and again before the batch is committed."""
         return self.level(subject) >= level
 
     def level(self, subject: Subject, *, at: float | None = None) -> Level:
-        """Return the level that holds for a subject now, or that held at the Unix time `at`."""
+        """Return the level that is in force for a subject now, or that was in force at the Unix time `at`."""
         return self.level_of(self._keys.names(subject), at=at)
 
     def level_of(self, names: SubjectDigests, *, at: float | None = None) -> Level:
-        """Return the level of a subject that is given by its digests; that of an organisation is the one for requests
-        that name no user."""
+        """Return the level of a subject that is given by its digests, now or at the Unix time `at`.
+
+        For an organisation, it is the level of requests that name no user."""
         with reported(self._path):
             own = self._last(names.organisation, at)
             if own is None:
@@ -118,8 +126,19 @@ class ConsentStore:
             ).fetchone()
         return Level(lowest[0])
 
+    def lowest_since(self, names: SubjectDigests, at: float) -> Level:
+        """Return the lowest level that a subject, given by its digests, has had since the Unix time `at`.
+
+        It is off if the subject was erased since. A change that another one outweighs counts, too."""
+        column, value = ("organisation", names.organisation) if names.is_organisation else ("subject", names.subject)
+        with reported(self._path):
+            sql = f"SELECT min(level) FROM changes WHERE ({column} = ? OR subject = ?) AND at > ?"
+            ((changed,),) = self._db.execute(sql, (value, names.organisation, at)).fetchall()
+        levels = [self.level_of(names, at=at), self.level_of(names)]
+        return min(levels if changed is None else [*levels, Level(changed)])
+
     def chosen(self, subject: Subject) -> Level | None:
-        """Return the level that was set for this subject itself; None if none was."""
+        """Return the level that was set for this subject itself; None if no level was set."""
         with reported(self._path):
             return self._last(self._keys.names(subject).subject, None)
 
@@ -131,8 +150,8 @@ class ConsentStore:
         return [Change(Level(level), at) for level, at in rows]
 
     def organisations(self) -> dict[str, tuple[Level, int]]:
-        """Return the organisations that have a level, by name: the level, and how many of their users have their
-        own."""
+        """Return a dict from each organisation with a level to (its level, the number of its users with a level of
+        their own)."""
         with reported(self._path):
             rows = self._db.execute(
                 "SELECT name, organisation FROM changes WHERE name != '' GROUP BY organisation ORDER BY name"

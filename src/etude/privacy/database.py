@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from etude.errors import PrivacyError
+from etude.privacy.subjects import SubjectDigests
 
+FORMAT = 1
+"""`PRAGMA user_version` of the databases. 0: written by a version of etude before the number was stored; the same."""
 BUSY_S = 10.0
 """Longest wait for another writer, in seconds."""
 
@@ -16,13 +19,17 @@ BUSY_S = 10.0
 def connect(path: Path, tables: str) -> sqlite3.Connection:
     """Open or create a database (WAL, synchronous=FULL, secure_delete) with the tables of an SQL script.
 
-    Raises `PrivacyError`."""
+    Raises `PrivacyError`, also for a database of another format."""
     with reported(path):
         db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         try:
             for pragma in ("journal_mode=WAL", "synchronous=FULL", "secure_delete=ON"):
                 db.execute(f"PRAGMA {pragma}")
-            db.executescript(tables)
+            [found] = db.execute("PRAGMA user_version").fetchone()
+            if found not in (0, FORMAT):
+                facts = f"this version of etude supports format {FORMAT}"
+                raise PrivacyError(f"{path} has format {found}", facts, hint="use the etude version that wrote it")
+            db.executescript(f"{tables}; PRAGMA user_version = {FORMAT}")
         except BaseException:
             db.close()
             raise
@@ -31,7 +38,7 @@ def connect(path: Path, tables: str) -> sqlite3.Connection:
 
 @contextlib.contextmanager
 def reported(path: Path) -> Iterator[None]:
-    """Raise errors of SQLite and of the disk as `PrivacyError`."""
+    """Turn errors of SQLite and of the disk in a `with` block into `PrivacyError`. `path` is named in the error."""
     try:
         yield
     except (sqlite3.Error, OSError) as error:
@@ -41,7 +48,9 @@ def reported(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def transaction(db: sqlite3.Connection, path: Path) -> Iterator[None]:
-    """Run a block in one write transaction: all of it is durable afterwards, or none. Raises `PrivacyError`."""
+    """Run a `with` block in one write transaction: afterwards, either all its changes are durable or none is.
+
+    Raises `PrivacyError` if the file cannot be written."""
     with reported(path):
         db.execute("BEGIN IMMEDIATE")
         try:
@@ -51,3 +60,24 @@ def transaction(db: sqlite3.Connection, path: Path) -> Iterator[None]:
             with contextlib.suppress(sqlite3.Error):
                 db.execute("ROLLBACK")
             raise
+
+
+def delete_subject(path: Path, table: str, names: SubjectDigests) -> int:
+    """Delete the rows of a subject from a table of another SQLite file, also from its free pages and log, and return
+    how many they were; for an organisation those of all its users too.
+
+    The table has the columns `organisation` and `subject`; one that does not exist has no rows. Raises
+    `PrivacyError`."""
+    db = connect(path, "")
+    try:
+        with reported(path):
+            if not db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone():
+                return 0
+        column = "organisation" if names.is_organisation else "subject"
+        with transaction(db, path):
+            number = db.execute(f'DELETE FROM "{table}" WHERE {column} = ?', (names.subject,)).rowcount
+        with reported(path):
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        return number
+    finally:
+        db.close()

@@ -9,29 +9,37 @@ from types import TracebackType
 import msgspec
 
 from etude.privacy.consent import ConsentStore, Level
+from etude.privacy.database import delete_subject
 from etude.privacy.keys import KeyStore
 from etude.privacy.records import Captured, RecordStore
 from etude.privacy.subjects import Subject
 
 
 class Erasure(msgspec.Struct, frozen=True, kw_only=True):
-    """What an erasure found and destroyed.
+    """The result of an erasure.
 
     - `num_keys`: the keys that were destroyed.
-    - `records`: the records that are gone.
-    - `rollouts`: the ids of all rollouts that were made of the subject's records, also of earlier ones."""
+    - `records`: the records that were deleted.
+    - `rollouts`: the ids of all rollouts that were made from records of the subject, including records that were
+      deleted earlier.
+    - `attached`: the number of rows that were deleted from each attached file, such as a file of signals.
+    - `missing`: attached files that do not exist any more, so that their rows were not deleted."""
 
     num_keys: int
     records: list[Captured]
     rollouts: list[str]
+    attached: dict[Path, int]
+    missing: list[Path]
 
 
 class PrivacyFolder:
-    """Consent (`consent.sqlite`), keys (`keys/`, or another folder) and records (`records.sqlite`) of one service.
+    """The folder with the consent levels (`consent.sqlite`), keys (`keys/`, or another folder) and captured records
+    (`records.sqlite`) of one service.
 
-    Opening creates what does not exist. Close it, or use it in a `with` block. Raises `PrivacyError`."""
+    Missing files are created. Close it, or use it in a `with` block. Raises `PrivacyError` if a file cannot be used."""
 
     def __init__(self, path: Path, *, keys: Path | None = None) -> None:
+        self.path = path
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         consent = path / "consent.sqlite"
         self.keys = KeyStore(keys or path / "keys", create=not consent.exists())
@@ -43,27 +51,39 @@ class PrivacyFolder:
             raise
 
     def usable(self, record_ids: Collection[str], level: Level) -> set[str]:
-        """Return those of these records that may be used for `level` now: they exist, were captured under at least this
-        level, and their subject allows it still.
+        """Return the ids of those records that may be used for `level` now.
 
-        Ask when a batch is formed, and again before it is committed."""
+        Such a record exists, was captured at this level or a higher one, and its subject still allows the level. Call
+        it when a training batch is formed, and again before the batch is committed."""
         found = [one for one in self.records.find(record_ids) if one.level >= level]
         now = {names: self.consent.level_of(names) for names in {one.names for one in found}}
         return {one.record_id for one in found if now[one.names] >= level and self.keys.find(one.names) is not None}
 
     def erase(self, subject: Subject) -> Erasure:
-        """Destroy the key of a subject, set its level to off, and delete its records.
+        """Destroy the key of a subject, set its level to off, and delete its records and its rows in attached files.
 
-        For an organisation, this concerns all its users. The records are unreadable once the key is gone, which is
-        first and needs no disk space. After an error or a kill, erase again. Raises `DeadlineExceeded`,
-        `PrivacyError`."""
+        For an organisation, all its users are erased. The key is destroyed first, which needs no disk space: without it
+        the records are unreadable. After an error or a kill, call it again. Raises `DeadlineExceeded` if another
+        process uses the keys for too long, and `PrivacyError` for a file that cannot be used."""
         names = self.keys.names(subject)
         with self.keys.lock():
             num_keys = self.keys.destroy(names)
             self.consent.set_named(names, Level.OFF, name="" if subject.user else subject.organisation)
             found = self.records.of(names)
             self.records.delete(names, num_keys=num_keys)
-        return Erasure(num_keys=num_keys, records=found, rollouts=self.records.rollouts_of(names))
+            attached, missing = dict[Path, int](), list[Path]()
+            for path, table in self.records.attached():
+                if path.is_file():
+                    attached[path] = attached.get(path, 0) + delete_subject(path, table, names)
+                else:
+                    missing.append(path)
+        return Erasure(
+            num_keys=num_keys,
+            records=found,
+            rollouts=self.records.rollouts_of(names),
+            attached=attached,
+            missing=missing,
+        )
 
     def close(self) -> None:
         """Close the files."""

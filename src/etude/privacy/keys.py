@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import hmac
 import os
 import secrets
 import time
@@ -30,9 +31,11 @@ class Key(NamedTuple):
 
 
 class KeyStore:
-    """The folder of keys. It is created with a random secret, by which subjects are named (`names`).
+    """The folder with one encryption key per subject. It also has a random secret, from which the names of the key
+    files are computed (`names`).
 
-    With `create` false, a missing secret is a `PrivacyError`: other data of the folder would no longer be found."""
+    With `create`, a missing folder or secret is created. Otherwise a missing secret raises `PrivacyError`: with a new
+    secret, the data of all subjects could no longer be found."""
 
     def __init__(self, folder: Path, *, create: bool = True) -> None:
         self.folder = folder
@@ -41,19 +44,25 @@ class KeyStore:
         if not path.exists():
             if not create:
                 hint = "restore the folder of keys from where it was moved to; without it no subject can be found"
-                raise PrivacyError(f"{path} is missing", "it names the subjects of this folder", hint=hint)
+                raise PrivacyError(f"{path} is missing", "the names of all keys are computed with it", hint=hint)
             _create(path, secrets.token_bytes(32))
         self._secret = path.read_bytes()
         if len(self._secret) != 32:
-            raise PrivacyError(f"{path} is damaged", f"{len(self._secret)} bytes, not 32", hint="restore the file")
+            raise PrivacyError(
+                f"{path} is damaged", f"{len(self._secret)} bytes, not 32", hint="restore the file from a backup"
+            )
 
     @property
     def fingerprint(self) -> str:
         """A digest of the secret, 32 hex characters."""
         return hashlib.sha256(b"etude.privacy.secret\0" + self._secret).hexdigest()[:32]
 
+    def derive(self, purpose: str) -> bytes:
+        """Return a secret of 32 bytes for another purpose, computed from that of the store."""
+        return hmac.digest(self._secret, purpose.encode(), "sha256")
+
     def names(self, subject: Subject) -> SubjectDigests:
-        """Return the digests that name a subject."""
+        """Return the digests that stand for a subject in file names and databases."""
         return digests(self._secret, subject)
 
     def find(self, names: SubjectDigests) -> Key | None:
@@ -72,8 +81,9 @@ class KeyStore:
         return Key(body[:_ID_BYTES].hex(), body[_ID_BYTES:])
 
     def find_or_create(self, names: SubjectDigests) -> Key:
-        """Return a subject's key, a new one if it has none. Hold `lock`, so that no erasure comes between this and the
-        use of the key."""
+        """Return a subject's key. Creates one if there is none.
+
+        The caller must hold `lock`, so that no erasure happens before the key is used."""
         found = self.find(names)
         if found is None:
             path = self._path(names)
@@ -86,7 +96,8 @@ class KeyStore:
         return found
 
     def destroy(self, names: SubjectDigests) -> int:
-        """Destroy a subject's key; for an organisation those of all its users too. Returns how many there were.
+        """Destroy a subject's key; for an organisation those of all its users too. Returns the number of destroyed
+        keys.
 
         Needs no free disk space."""
         folder = self.folder / names.organisation
@@ -106,7 +117,8 @@ class KeyStore:
 
     @contextlib.contextmanager
     def lock(self, deadline_s: float = 30.0) -> Iterator[None]:
-        """Hold the store against other processes: capture while it writes, erasure while it erases.
+        """Hold the store against other processes: capture while it writes, erasure while it erases, a change of consent
+        while it is stored, and training from its last look at consent until its version is published.
 
         Raises `DeadlineExceeded` when it is not free within `deadline_s` seconds."""
         end = time.monotonic() + deadline_s
@@ -119,7 +131,7 @@ class KeyStore:
                 except BlockingIOError:
                     if time.monotonic() >= end:
                         what = f"the lock of the keys in {self.folder} was not free within {deadline_s:g} s"
-                        hint = "another process captures or erases; try again"
+                        hint = "another process captures, erases or publishes; try again"
                         raise DeadlineExceeded(what, hint=hint) from None
                     time.sleep(_POLL_S)
             yield

@@ -17,10 +17,11 @@ from etude.privacy.consent import Level
 from etude.privacy.database import connect, reported, transaction
 from etude.privacy.keys import Key, KeyStore
 from etude.privacy.subjects import SubjectDigests
-from etude.records.completion import VersionSpan
+from etude.records.completion import Sampling, VersionSpan
 from etude.records.wire import F32, I32, pack, unpack
 
 _NONCE_BYTES = 12
+_AT_ONCE = 500  # values of one statement
 _TABLES = """
 CREATE TABLE IF NOT EXISTS records (
     record_id TEXT PRIMARY KEY, response_id TEXT NOT NULL, answer INTEGER NOT NULL, organisation TEXT NOT NULL,
@@ -29,15 +30,18 @@ CREATE TABLE IF NOT EXISTS records (
 CREATE INDEX IF NOT EXISTS records_by_subject ON records (subject);
 CREATE INDEX IF NOT EXISTS records_by_organisation ON records (organisation);
 CREATE INDEX IF NOT EXISTS records_by_response ON records (response_id);
+CREATE INDEX IF NOT EXISTS records_by_time ON records (at, record_id);
 CREATE INDEX IF NOT EXISTS records_by_expiry ON records (expires);
 CREATE TABLE IF NOT EXISTS uses (
     rollout_id TEXT NOT NULL, record_id TEXT NOT NULL, organisation TEXT NOT NULL, subject TEXT NOT NULL,
     PRIMARY KEY (rollout_id, record_id));
+CREATE INDEX IF NOT EXISTS uses_by_record ON uses (record_id);
 CREATE INDEX IF NOT EXISTS uses_by_subject ON uses (subject);
 CREATE INDEX IF NOT EXISTS uses_by_organisation ON uses (organisation);
 CREATE TABLE IF NOT EXISTS erasures (
     id INTEGER PRIMARY KEY, at REAL NOT NULL, organisation TEXT NOT NULL, subject TEXT NOT NULL,
     num_records INTEGER NOT NULL, num_keys INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS attached (path TEXT NOT NULL, name TEXT NOT NULL, PRIMARY KEY (path, name));
 CREATE TABLE IF NOT EXISTS counts (name TEXT PRIMARY KEY, number INTEGER NOT NULL);
 """
 _COLUMNS = "record_id, response_id, answer, organisation, subject, level, at, expires, model, version, key_id"
@@ -55,8 +59,8 @@ class Captured(msgspec.Struct, frozen=True, kw_only=True):
     """A captured answer, without its content.
 
     - `record_id`: 32 hex characters. `response_id`, `answer`: the response, and the number of the answer in it.
-    - `organisation`, `subject`: digests (`SubjectDigests`).
-    - `level`: the level that it was captured under.
+    - `organisation`, `subject`: digests of the names (`SubjectDigests`).
+    - `level`: the consent level that was in force when it was captured.
     - `at`, `expires`: when it was served, and when it is deleted; Unix time in s.
     - `model`: the model's name. `version`: the version of the weights that sampled the last token, or "".
     - `key_id`: the key that it is encrypted with."""
@@ -75,18 +79,19 @@ class Captured(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def names(self) -> SubjectDigests:
-        """The digests of its subject."""
+        """The digests of the record's subject."""
         return SubjectDigests(self.organisation, self.subject)
 
 
 class Content(msgspec.Struct, frozen=True, kw_only=True):
-    """What a record keeps of an answer.
+    """The content of a captured record: an answer and its conversation.
 
-    - `dialect`, `finish`, `num_prompt`, `num_sampled`: the API, how the answer ended, numbers of tokens. At the level
-      metrics there is nothing else.
+    - `dialect`, `finish`: the API, and how the answer ended. `num_prompt`, `num_sampled`: numbers of tokens. At the
+      level METRICS all other fields are empty.
     - `messages`, `reply`: the conversation and the answer, each as JSON.
     - `prompt_ids` [P], `token_ids` [T], `logprobs` [T]: as in `Completion`.
-    - `spans`: which version of the weights sampled which tokens."""
+    - `spans`: which version of the weights sampled which tokens. `sampling`: how they were sampled; None in records of
+      earlier versions of etude, which are not trained on."""
 
     dialect: str
     finish: str
@@ -98,11 +103,13 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: I32 | None = None
     logprobs: F32 | None = None
     spans: tuple[VersionSpan, ...] = ()
+    sampling: Sampling | None = None
 
 
 def seal(captured: Captured, content: Content, key: Key) -> bytes:
-    """Encrypt a content for its record: 12 random bytes, then the cipher's. Raises `ModuleNotFoundError` without
-    `cryptography`."""
+    """Encrypt the content of a record. Returns 12 random bytes (the nonce), followed by the ciphertext.
+
+    Raises `ModuleNotFoundError` without the library `cryptography`."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -110,13 +117,16 @@ def seal(captured: Captured, content: Content, key: Key) -> bytes:
 
 
 def unseal(captured: Captured, data: bytes, key: Key | None) -> Content:
-    """Decrypt what `seal` returned. Raises `SubjectErased` without its key, `RecordDamaged` for other bytes."""
+    """Decrypt the bytes that `seal` returned. Raises `SubjectErased` if `key` is None, and `RecordDamaged` if the bytes
+    or the record were changed."""
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     if key is None or key.id != captured.key_id:
         what = f"the record {captured.record_id} cannot be read"
-        raise SubjectErased(what, "the key of its subject was destroyed", hint="nothing can be done; this is erasure")
+        raise SubjectErased(
+            what, "the key of its subject was destroyed", hint="the subject was erased: the record cannot be recovered"
+        )
     hint = "delete it by erasing the subject, or restore the file from a backup"
     what = f"the record {captured.record_id} is damaged"
     try:
@@ -128,14 +138,15 @@ def unseal(captured: Captured, data: bytes, key: Key | None) -> Content:
 
 
 class RecordStore:
-    """The captured records. Expired ones are never returned, also before `expire` has deleted them."""
+    """The captured records of a service, in a SQLite file. Expired records are never returned, even if `expire` has not
+    deleted them yet."""
 
     def __init__(self, path: Path, keys: KeyStore) -> None:
         self._path, self._keys = path, keys
         self._db = connect(path, _TABLES)
 
     def add(self, new: Sequence[tuple[Captured, bytes]], counts: Mapping[str, int] | None = None) -> None:
-        """Store records with their sealed contents, and add to the counters; all of it, or nothing."""
+        """Store records with their encrypted contents, and add `counts` to the counters, in one transaction."""
         with transaction(self._db, self._path):
             rows = [(*msgspec.structs.astuple(one), data) for one, data in new]
             self._db.executemany(f"INSERT INTO records ({_COLUMNS}, data) VALUES ({'?, ' * 11}?)", rows)
@@ -145,7 +156,8 @@ class RecordStore:
             )
 
     def counts(self) -> dict[str, int]:
-        """Return what became of all served answers that were offered, by name."""
+        """Return the counters: for each possible outcome ("captured", "no_consent", ...) the number of served
+        answers."""
         with reported(self._path):
             return dict(self._db.execute("SELECT name, number FROM counts ORDER BY name").fetchall())
 
@@ -157,23 +169,48 @@ class RecordStore:
         """Return the records of a response, one for each answer."""
         return self._select("response_id = ?", response_id)
 
+    def served(self, *, after: tuple[float, str] = (0.0, ""), until: float, limit: int) -> list[Captured]:
+        """Return at most `limit` records that were served by the Unix time `until`, the oldest first.
+
+        `after`: only those that come after this time and record id."""
+        sql = (
+            f"SELECT {_COLUMNS} FROM records WHERE (at, record_id) > (?, ?) AND at <= ? AND expires > ?"
+            " ORDER BY at, record_id LIMIT ?"
+        )
+        with reported(self._path):
+            rows = self._db.execute(sql, (*after, until, time.time(), limit)).fetchall()
+        return list(_captured(rows))
+
     def find(self, record_ids: Collection[str]) -> list[Captured]:
-        """Return those of these records that exist."""
+        """Return the records with these ids. Ids without a record are left out."""
         return [one for record_id in record_ids for one in self._select("record_id = ?", record_id)]
 
+    def captured_at(self, level: Level, *, since: float, limit: int) -> list[Captured]:
+        """Return the records that were captured under at least this level and served from `since` on (Unix time in s).
+
+        They are in order of time, the oldest first; at most `limit` of them."""
+        return self._select("level >= ? AND at >= ?", int(level), since, limit=limit)
+
     def read(self, captured: Captured) -> Content:
-        """Decrypt a record. Raises `SubjectErased`, `RecordDamaged`."""
+        """Read and decrypt a record. Raises `SubjectErased` if it or its key was destroyed, and `RecordDamaged` if it
+        was changed."""
         with reported(self._path):
             sql = "SELECT data FROM records WHERE record_id = ?"
             row = self._db.execute(sql, (captured.record_id,)).fetchone()
         if row is None:
             raise SubjectErased(f"the record {captured.record_id} does not exist", hint="it was erased, or has expired")
         if not isinstance(row[0], bytes):
-            raise RecordDamaged(f"the record {captured.record_id} is damaged", "it is no blob", hint="erase it")
+            raise RecordDamaged(
+                f"the record {captured.record_id} is damaged",
+                "its content is not bytes",
+                hint="restore the file from a backup",
+            )
         return unseal(captured, row[0], self._keys.find(captured.names))
 
     def link(self, record_id: str, rollout_id: str) -> None:
-        """Note that a rollout holds the data of a record. Idempotent. Raises `SubjectErased` if it does not exist."""
+        """Record that a rollout contains the data of a record. Repeated calls change nothing.
+
+        Raises `SubjectErased` if the record does not exist."""
         found = self.find([record_id])
         if not found:
             raise SubjectErased(f"the record {record_id} does not exist", hint="it was erased, or has expired")
@@ -181,14 +218,26 @@ class RecordStore:
             row = (rollout_id, record_id, *found[0].names)
             self._db.execute("INSERT OR IGNORE INTO uses VALUES (?, ?, ?, ?)", row)
 
+    def records_of(self, rollout_ids: Collection[str]) -> dict[str, set[str]]:
+        """Return the ids of the records that each of these rollouts holds, by rollout id, also of deleted records."""
+        return self._uses("rollout_id", rollout_ids)
+
+    def uses(self, record_ids: Collection[str]) -> dict[str, set[str]]:
+        """Return the ids of the rollouts that hold each of these records, by record id. Unused records are left out."""
+        return self._uses("record_id", record_ids)
+
     def rollouts_of(self, names: SubjectDigests) -> list[str]:
-        """Return the ids of all rollouts that hold data of a subject, also of erased or expired records, sorted."""
+        """Return the sorted ids of all rollouts that contain data of a subject, including data of records that were
+        erased or have expired."""
         with reported(self._path):
             sql = f"SELECT DISTINCT rollout_id FROM uses WHERE {_column(names)} = ? ORDER BY rollout_id"
             return [row[0] for row in self._db.execute(sql, (names.subject,))]
 
     def delete(self, names: SubjectDigests, *, num_keys: int) -> None:
-        """Delete the records of a subject, also from the file's free pages and log, and note the erasure."""
+        """Delete the records of a subject, so that the file and its log no longer contain their bytes, and record the
+        erasure.
+
+        `num_keys` is the number of destroyed keys, for the record of the erasure."""
         with transaction(self._db, self._path):
             where = f"WHERE {_column(names)} = ?"
             number = self._db.execute(f"DELETE FROM records {where}", (names.subject,)).rowcount
@@ -199,8 +248,21 @@ class RecordStore:
         with reported(self._path):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
+    def attach(self, path: Path, table: str) -> None:
+        """Note a table of another SQLite file, with the columns `organisation` and `subject`, of which an erasure
+        deletes the subject's rows. Idempotent."""
+        with transaction(self._db, self._path):
+            self._db.execute("INSERT OR IGNORE INTO attached VALUES (?, ?)", (str(path.resolve()), table))
+
+    def attached(self) -> list[tuple[Path, str]]:
+        """Return the files and tables that were attached, sorted."""
+        with reported(self._path):
+            rows = self._db.execute("SELECT path, name FROM attached ORDER BY path, name").fetchall()
+        return [(Path(path), name) for path, name in rows]
+
     def expire(self, now: float | None = None) -> int:
-        """Delete what has expired, and return how many records that were."""
+        """Delete the records that have expired at the Unix time `now` (None: the present time). Returns their
+        number."""
         with transaction(self._db, self._path):
             sql = "DELETE FROM records WHERE expires <= ?"
             return self._db.execute(sql, (time.time() if now is None else now,)).rowcount
@@ -209,10 +271,22 @@ class RecordStore:
         """Close the file."""
         self._db.close()
 
-    def _select(self, where: str, value: str) -> list[Captured]:
-        sql = f"SELECT {_COLUMNS} FROM records WHERE {where} AND expires > ? ORDER BY at, record_id"
+    def _uses(self, key: str, ids: Collection[str]) -> dict[str, set[str]]:
+        """Read the table of uses by one of its two columns: for each of these ids the values of the other column."""
+        other, wanted = {"record_id": "rollout_id", "rollout_id": "record_id"}[key], sorted(ids)
+        found = dict[str, set[str]]()
         with reported(self._path):
-            rows = self._db.execute(sql, (value, time.time())).fetchall()
+            for start in range(0, len(wanted), _AT_ONCE):
+                some = wanted[start : start + _AT_ONCE]
+                sql = f"SELECT {key}, {other} FROM uses WHERE {key} IN ({', '.join('?' * len(some))})"
+                for one, value in self._db.execute(sql, some):
+                    found.setdefault(one, set()).add(value)
+        return found
+
+    def _select(self, where: str, *values: str | float, limit: int = -1) -> list[Captured]:
+        sql = f"SELECT {_COLUMNS} FROM records WHERE {where} AND expires > ? ORDER BY at, record_id LIMIT ?"
+        with reported(self._path):
+            rows = self._db.execute(sql, (*values, time.time(), limit)).fetchall()
         return list(_captured(rows))
 
 

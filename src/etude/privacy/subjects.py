@@ -19,7 +19,7 @@ class Subject(NamedTuple):
 
     @classmethod
     def of(cls, organisation: str, user: str = "") -> Subject:
-        """Check the names and return the subject. Raises `InputError`."""
+        """Check the names and return the subject. Raises `InputError` for an invalid name."""
         if not organisation or "/" in organisation:
             hint = "write ORGANISATION, or ORGANISATION/USER"
             raise InputError(f"{organisation[:80]!r} is not the name of an organisation", hint=hint)
@@ -32,7 +32,7 @@ class Subject(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Subject:
-        """Read ``ORGANISATION`` or ``ORGANISATION/USER``. Raises `InputError`.
+        """Parse ``ORGANISATION`` or ``ORGANISATION/USER``. Raises `InputError` for an invalid name.
 
         >>> Subject.parse("acme/bob@example.org")
         Subject(organisation='acme', user='bob@example.org')
@@ -47,9 +47,10 @@ class Subject(NamedTuple):
 
 
 class SubjectDigests(NamedTuple):
-    """A subject as files name it: keyed digests of organisation and subject, 32 hex characters each.
+    """The digests that stand for a subject in files: one of the organisation and one of the subject, 32 hex characters
+    each.
 
-    Without the secret of the key store they can be neither computed nor guessed from a name."""
+    They are keyed with the secret of the key store, so they cannot be computed from a name without it."""
 
     organisation: str
     subject: str

@@ -33,10 +33,12 @@ _EXPIRE_S = 3600.0
 
 
 class CaptureWriter:
-    """Writes the answers that a gateway serves to a privacy folder, as far as their subjects allow it.
+    """Stores the answers that a gateway serves in a privacy folder, if and as far as the consent of their subjects
+    allows it.
 
-    - `keep_days`: records expire after this time.
-    - `max_queued`, `max_queued_bytes`: the most answers that wait to be written, and their approximate size.
+    - `keep_days`: the number of days after which records expire.
+    - `max_queued`, `max_queued_bytes`: the largest number of answers that wait to be written, and their approximate
+      size in bytes. Further answers are not stored.
 
     Raises `InputError` without the library `cryptography`."""
 
@@ -47,7 +49,9 @@ class CaptureWriter:
             import cryptography  # noqa: F401
         except ImportError:
             hint = "pip install 'etude[signing]'"
-            raise InputError("capture needs cryptography", "it is not installed", hint=hint) from None
+            raise InputError(
+                "capture needs cryptography", "it encrypts the answers and is not installed", hint=hint
+            ) from None
         self._folder, self._keep_s = folder, keep_days * DAY_S
         self._max_queued, self._max_bytes = max_queued, max_queued_bytes
         self._queue: deque[tuple[ServedAnswer, int]] = deque()
@@ -60,7 +64,7 @@ class CaptureWriter:
         self._thread.start()
 
     def offer(self, answer: ServedAnswer) -> None:
-        """Take an answer to be captured. Returns at once."""
+        """Queue an answer to be stored. Returns at once."""
         size = _approximate_bytes(answer)
         with self._news:
             if self._is_off or self._closing:
@@ -73,12 +77,13 @@ class CaptureWriter:
                 self._news.notify()
 
     def counts(self) -> dict[str, int]:
-        """Return what became of the answers that were offered since the start: a number for each of `COUNTS`."""
+        """Return the number of answers since the start for each possible outcome in `COUNTS` ("captured", "no_consent",
+        ...)."""
         with self._news:
             return {name: self._counts[name] for name in COUNTS}
 
     def close(self, deadline_s: float = 5.0) -> bool:
-        """Write what waits, at most `deadline_s` seconds, and end. Returns whether all of it was written."""
+        """Write the answers that wait, for at most `deadline_s` seconds, and stop. Returns whether all were written."""
         with self._news:
             self._closing = True
             self._news.notify()
@@ -184,6 +189,7 @@ def _content(answer: ServedAnswer, level: Level) -> Content:
         token_ids=completion.token_ids,
         logprobs=completion.logprobs,
         spans=completion.spans,
+        sampling=answer.sampling,
     )
 
 

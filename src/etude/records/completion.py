@@ -53,11 +53,12 @@ class Version(msgspec.Struct, frozen=True, order=True):
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
-    """A run of `num_tokens` consecutive sampled tokens that one version of the weights produced.
+    """A sequence of `num_tokens` consecutive sampled tokens that one version of the weights produced.
 
-    `kv_epoch` counts how often the engine swapped its weights since it computed the oldest KV of the request. At 0,
-    `version` computed every key and value that the tokens attended to. A version that computed part of the prompt but
-    sampled nothing has a span of 0 tokens. So the first span of a completion always has its oldest version."""
+    `kv_epoch` is the number of times that the engine replaced its weights since it computed the oldest KV of the
+    request. If it is 0, `version` computed every key and value to which the tokens attended. A version that computed
+    part of the prompt but sampled nothing has a span of 0 tokens. So the first span of a completion always has its
+    oldest version."""
 
     version: Version
     num_tokens: int
@@ -94,8 +95,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     - `min_p`: drop tokens less likely than this share of the likeliest token's probability.
     - `frequency_penalty`: subtracted from a token's logit for each time that this request sampled it.
     - `presence_penalty`: subtracted from the logit of a token that this request sampled.
-    - `repetition_penalty`: divides the positive logits of tokens in the prompt or sampled, and multiplies their others.
-    - `logit_bias`: pairs of a token id and a number to add to its logit, no id twice.
+    - `repetition_penalty`: for each token that is in the prompt or was sampled, a positive logit is divided by this
+      number, and a negative one is multiplied by it.
+    - `logit_bias`: pairs of a token id and a number to add to the token's logit. No id occurs twice.
     - `min_tokens`: no stop token is sampled before this many tokens.
     - `grammar`: a text made by `etude.grammars`. The sampled text is a sentence of it, followed by a stop token, or the
       beginning of a sentence when `max_tokens` ends it. "" means none.
@@ -145,7 +147,8 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     - `fork_from`: the id of another session, whose context this prompt begins with. A fleet sends the request to the
       engine of that session. It saves work and changes no result.
     - `min_step`: the lowest version step of the weights; an engine with an older version raises `EngineBehind`.
-    - `pin_step`: serve exactly this version step, never swapped during the session; for evaluations. None: any.
+    - `pin_step`: the only version step that may serve the request; the engine keeps it during the session. For
+      evaluations. None: any step.
     - `routes_from`: the first context position whose routes (expert indices) the caller wants; None: no routes.
     - `deadline_s`: the longest time without a step of the engine that serves the request. So a long completion on a
       slow engine succeeds, and one on a hanging or paused engine fails. To limit the total time, cancel the call.
@@ -169,11 +172,11 @@ NO_TOP_LOGPROBS: F32 = np.zeros((0, 0), np.float32)
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The T sampled tokens of one request of P prompt tokens, with everything that training needs of them.
+    """The T tokens that were sampled for one request with P prompt tokens, and the data about them that training needs.
 
     - `logprobs`: [T] log-probabilities of the sampled tokens, under the model's own distribution at the sampling
-      temperature (at 1.0 when greedy): before penalties, biases, grammars and truncation. From vLLM and SGLang they are
-      those after these changes (see their `protocol` modules).
+      temperature (at 1.0 when greedy): before penalties, biases, grammars and truncation. vLLM and SGLang return
+      log-probabilities after these changes (see their `protocol` modules).
     - `routes`: [R, MoE layers, top_k] expert indices; `routes[i]` belongs to context position `routes_start + i`. The
       last is the position that predicted the last token: `routes_start + R == P + T - 1`. R is 0 when none were
       requested.

@@ -6,7 +6,7 @@ import msgspec
 
 
 class Image(msgspec.Struct, frozen=True, kw_only=True):
-    """A root filesystem and the defaults for commands in it. An image store makes it and keeps the bytes.
+    """A root filesystem and the defaults for commands in it. An image store creates it and stores the filesystem.
 
     `digest`: SHA-256 of the filesystem's content, which is also its name in the store. `env`: variables in addition to
     those of every machine. `user`: the user that commands run as; "" is the runtime's first user.

@@ -51,9 +51,9 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
 class Hint(msgspec.Struct, frozen=True):
     """A hint for one turn of a rollout.
 
-    `turn`: index in `Trace.turns`. `text`: what would have helped the policy in this turn. The learner adds `weight`
-    times the change of a token's log-probability when `text` is in the context to the advantage of each sampled token
-    of the turn (`training.hints`)."""
+    `turn`: index in `Trace.turns`. `text`: a text that would have helped the policy in this turn. The learner adds
+    `weight` times the change of a token's log-probability when `text` is in the context to the advantage of each
+    sampled token of the turn (`training.hints`)."""
 
     turn: int
     text: str
@@ -71,10 +71,10 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True):
     """The reward of a rollout, as `etude.rewards.Composition` computes it from the stored terms.
 
     `value`: the input of the credit scheme, which computes advantages. `raw`: the reward before the KL penalty.
-    `reason`: in one line, what removed the reward, if anything did, then the grader's reason. `gates`: names of the
-    terms that set the reward to 0 (`SUBMITTED`, `SIGNS`). `missing`: terms that were left out for the whole group,
-    because the value of a rollout of the group is unknown or of another version. `turns`: parts of the value that
-    single turns caused, as (index in `Trace.turns`, part), ascending."""
+    `reason`: one line: the gates that removed the reward, if any, then the grader's reason. `gates`: names of the terms
+    that set the reward to 0 (`SUBMITTED`, `SIGNS`). `missing`: terms that were left out for the whole group, because
+    the value of a rollout of the group is unknown or of another version. `turns`: parts of the value that single turns
+    caused, as (index in `Trace.turns`, part), ascending."""
 
     value: float
     raw: float

@@ -49,8 +49,8 @@ class Start(enum.StrEnum):
     """The reason why a turn continues the engine session of its parent turn, or why it does not.
 
     FIRST: the first turn of the tree. NEXT: it continues its parent. FORK: its parent has another continuation already.
-    The others are new roots. TOOLS: the tools differ from those of all earlier requests. SYSTEM: the first message
-    differs from that of all earlier requests. HISTORY: the first message is known, but no turn of the model is
+    The other values are for new roots. TOOLS: the tools differ from those of all earlier requests. SYSTEM: the first
+    message differs from that of all earlier requests. HISTORY: the first message is known, but no turn of the model is
     repeated."""
 
     FIRST = "first"
@@ -71,7 +71,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     its parent's session or not; None if unknown.
 
     When a client cuts a turn off at a stop text, the sampled tokens of that text are recorded as a turn of their own,
-    without `prompt_ids` and without a continuation: they are trained on, and in no context."""
+    without `prompt_ids` and without a continuation: these tokens are trained on, but are in no context."""
 
     parent: int | None
     prompt_ids: I32
@@ -89,8 +89,9 @@ class Path(msgspec.Struct, frozen=True, kw_only=True):
 
     - `mask`: True where the policy sampled the token.
     - `logprobs`: the sampler's log-probability; 0.0 where `mask` is False.
-    - `steps`: the step of the weights' version that sampled the token. For other tokens, that of the first version that
-      read it, or `UNKNOWN`. For a version that was lost in a restart it may be negative (`experience.lineage`).
+    - `steps`: the step of the weights' version that sampled the token. For other tokens, the step of the first version
+      that read the token, or `UNKNOWN`. The step of a version that was lost in a restart may be negative
+      (`experience.lineage`).
     - `kv_epochs`: for sampled tokens, how often weights were swapped since the oldest key that the token attended to.
     - `routes`: [T, MoE layers, top_k] expert indices; `missing_route` where unknown (the last token); [0, …] without
       routes.
@@ -107,10 +108,11 @@ class Path(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def oldest_steps(self) -> I32:
-        """The oldest version step that each token depends on, [T]: its own, or that of a key that it attended to.
+        """For each token, the oldest step of a version that it depends on, [T]: its own version, or that of a key that
+        it attended to.
 
-        A token of epoch 0 attends only to keys of its own version. A token of a later epoch also attends to the keys of
-        the tokens before it, back to the last token of epoch 0."""
+        A token with `kv_epochs` 0 attends only to keys of its own version. Any other token also attends to the keys of
+        earlier tokens, back to the last one with `kv_epochs` 0."""
         # A segment starts at each token of epoch 0. Each segment is shifted 2^33 below the one before, so that the
         # running minimum never takes a value of an earlier segment.
         offset = np.cumsum(self.kv_epochs == 0) * np.int64(2**33)
@@ -291,7 +293,8 @@ class Invalid(msgspec.Struct, frozen=True, kw_only=True, tag="invalid"):
     """The outcome of a rollout that failed outside the agent's reach, so that it says nothing about the policy.
 
     It is stored, but not trained on and not part of baselines. `boundary`: the part of the system that failed.
-    `reason`: one line. `evidence`: what the host saw, such as an exit status, an errno, or the name of a deadline."""
+    `reason`: one line. `evidence`: the observation of the host, such as an exit status, an errno, or the name of a
+    deadline."""
 
     boundary: Boundary
     reason: str
@@ -341,7 +344,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_turns(self) -> int:
-        """The number of model calls. A sampled stop text that cut a turn off is a turn of the trace, but not a call."""
+        """The number of model calls. A stop text that cut a turn off is recorded as a turn of the trace, but does not
+        count as a call."""
         return sum(turn.parent is None or len(turn.prompt_ids) > 0 for turn in self.trace.turns)
 
     @property

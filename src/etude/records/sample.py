@@ -81,9 +81,9 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     `batch_id`: such as "b000007". `step`: the step of the version that training on this batch produces. `rollout_ids`:
     every rollout that the step consumes, including those without a sample (no signal, or invalid). `num_loss_tokens`:
-    the divisor of the loss: sampled tokens of all valid rollouts, also of those without signal. `lr_share`: a factor of
-    the learning rate from 0 to 1; below 1 when few groups have a sample. `pairs`: preference pairs (better, worse) for
-    the DPO loss, as ids of rollouts with a sample; empty unless the credit scheme forms pairs."""
+    the divisor of the loss: sampled tokens of all valid rollouts, including those without signal. `lr_share`: a factor
+    of the learning rate from 0 to 1; below 1 when few groups have a sample. `pairs`: preference pairs (better, worse)
+    for the DPO loss, as ids of rollouts with a sample; empty unless the credit scheme forms pairs."""
 
     batch_id: str
     step: int
@@ -100,7 +100,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Metrics of one `Learner.forward_backward`. r is the trainer's probability of a sampled token over the sampler's.
+    """Metrics of one `Learner.forward_backward`. r is the trainer's probability of a sampled token divided by the
+    sampler's.
 
     - `num_tokens`, `num_sampled`: all tokens of paths, and those with loss.
     - `num_forwarded`: tokens that the model computed; a beginning that several paths share may be computed once.
@@ -162,11 +163,11 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
     """The result of `Learner.publish`, which writes the weights of a new version for the engines.
 
     `anchor`: whether a full snapshot was written, alone (for the first version) or beside the delta to the version
-    before. `object_bytes`: what an engine with the previous version fetches: the delta, or the first snapshot.
-    `snapshot_bytes`: the size of a full snapshot of this version. `bound_bytes`: the information-theoretic lower bound
-    of this delta's size; `snapshot_bytes` for a snapshot. `changed_share`: the share of the parameters whose published
-    value changed. `encode_s`: seconds of encoding. `anchor_bytes`: the size of the written snapshot, which only new or
-    late engines fetch."""
+    before. `object_bytes`: the bytes that an engine with the previous version fetches: those of the delta, or of the
+    first snapshot. `snapshot_bytes`: the size of a full snapshot of this version. `bound_bytes`: the
+    information-theoretic lower bound of this delta's size; `snapshot_bytes` for a snapshot. `changed_share`: the share
+    of the parameters whose published value changed. `encode_s`: seconds of encoding. `anchor_bytes`: the size of the
+    written snapshot, which only new or late engines fetch."""
 
     version: Version
     anchor: bool

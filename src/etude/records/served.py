@@ -6,21 +6,22 @@ from typing import Any
 
 import msgspec
 
-from etude.records.completion import Completion
+from etude.records.completion import Completion, Sampling
 from etude.records.wire import I32
 
 
 class ServedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One complete answer to a request.
 
-    - `response_id`: the id of the response, 32 hex characters; `index`: the number of the answer within the response.
+    - `response_id`: the id of the response without its prefix, hexadecimal; `index`: the number of the answer within
+      the response.
     - `organisation`: the name of the API key; "local" for a gateway without keys. `user`: whom the client named, or "".
     - `model`, `dialect`: the names of the model and of the API.
-    - `at`: when the answer was complete, Unix time in s.
+    - `at`: the Unix time in seconds at which the answer was complete.
     - `messages`: the conversation, or the prompt of a text completion: a text or token ids.
     - `reply`: the answer as a message.
     - `finish`: "stop", "length" or "tool_calls".
-    - `prompt_ids`: the token ids that the model read, [P] int32; `completion`: what it sampled."""
+    - `prompt_ids`: the token ids that the model read, [P] int32; `completion`: what it sampled; `sampling`: how."""
 
     response_id: str
     index: int
@@ -34,3 +35,4 @@ class ServedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     finish: str
     prompt_ids: I32
     completion: Completion
+    sampling: Sampling

@@ -127,8 +127,8 @@ def _sampled_by(trace: Trace, versions: Sequence[Version]) -> Counter[tuple[int,
 def with_versions_of(rollout: Rollout, summary: RolloutSummary) -> Rollout:
     """Return the rollout with the versions of its summary in place of its own.
 
-    They differ after a restart went back to a checkpoint: then the ledger changes the steps in summaries, not in the
-    files."""
+    They differ if a restart went back to a checkpoint, since the ledger then changes the steps in summaries, but not in
+    the files of rollouts."""
     versions = _versions(rollout.trace)
     if versions == summary.versions:
         return rollout

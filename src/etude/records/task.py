@@ -40,17 +40,19 @@ class Split(enum.StrEnum):
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """One task: instruction, prepared files, and what is graded. Made by a `TaskSource`.
+    """One task: the instruction, the prepared files, and the names of the files that are graded. A `TaskSource` makes
+    it.
 
     - `index`: position in (source, split); with the source's seed it determines the task and its answer.
     - `family`: the kind of task, a label for reports.
     - `problem`: an id that all variants of one problem share, since confidence intervals count problems. "": unique.
     - `files`: path → text of the prepared working directory.
-    - `exports`: which files are graded: "calc.py", or folders as "logs/" (`records.exports`).
-    - `test_command`: what the agent's `test` tool runs in the machine.
+    - `exports`: the graded files, such as "calc.py", or folders, such as "logs/" (`records.exports`).
+    - `test_command`: the command that the agent's `test` tool runs in the machine.
     - `image`: the root filesystem of the machine; None: the runtime's own.
-    - `state`: the machine's state is graded, in a fork of the frozen machine, instead of exported files only.
-    - `running`: with `state`, the fork also has the running processes, not only the files.
+    - `state`: whether the state of the whole machine is graded, in a fork of the frozen machine, instead of exported
+      files only.
+    - `running`: whether, with `state`, the fork also has the running processes of the machine, not only its files.
 
     Raises `ValueError` for `running` without `state` and code grading.
 
@@ -118,9 +120,9 @@ class HiddenTests(msgspec.Struct, frozen=True, kw_only=True):
     """The hidden tests of a code-graded task: exactly the tests that must pass.
 
     Each test runs in a fresh process and machine state. A test that is skipped, expected to fail, or not found has not
-    passed. `files`: path → text, written over the task's and the agent's files. `names`: such as
-    "tests/test_a.py::test_b" (pytest) or "tests.test_a.Case.test_b" (unittest). `roots`: further folders of the import
-    path, such as "src". `deadline_s`: per test."""
+    passed. `files`: path → text, written over the task's and the agent's files. `names`: the names of the tests, such
+    as "tests/test_a.py::test_b" (pytest) or "tests.test_a.Case.test_b" (unittest). `roots`: further folders of the
+    import path, such as "src". `deadline_s`: the most seconds for each test."""
 
     runner: Runner
     files: dict[str, str]
@@ -148,8 +150,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     `reference`: path → text of the reference solution, which was checked to get grade 1. `cases`: the test cases of a
     task that is graded by data. `test_code`: Python source that defines `check(candidate)`, which fails by raising.
-    `entry_point`: the "module:function" that is passed to `check`. `reference_argv`: the reference solution as a
-    command, when it is more than files."""
+    `entry_point`: the "module:function" that is passed to `check`. `reference_argv`: the command of the reference
+    solution, if it is more than files."""
 
     reference: dict[str, str]
     cases: tuple[Case, ...] = ()

@@ -18,7 +18,7 @@ MAX_DEPTH = 32
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a step trained of one turn, through one sample of the batch.
+    """The tokens of one turn that a step trained on, in one sample of the batch.
 
     `row`: the position of the sample in the batch, from 0. `num_tokens`: sampled tokens of the turn with loss in this
     sample. `low`, `high`: the smallest and the largest advantage of these tokens."""
@@ -33,13 +33,15 @@ class TurnView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One turn as text.
 
     - `number`: its number in the rollout, from 0. `parent`: the number of its parent; None for a root.
-    - `start`: why it does or does not continue its parent; None if unknown (files of earlier versions).
-    - `prompt`, `reply`: the new messages, and what the model sampled. Each message begins with its role, "[user] ".
+    - `start`: the reason why it continues its parent's session or does not; None if unknown (files of earlier
+      versions).
+    - `prompt`, `reply`: the text of the new messages, and the text that the model sampled. Each message begins with its
+      role, such as "[user] ".
     - `num_new`, `num_prompt`, `num_sampled`: tokens of the new messages, of the whole prompt, and sampled ones.
     - `num_cached`: tokens of the prompt whose keys and values the engine reused; None if unknown.
     - `stop_reason`, `engine`: as in `Completion`. `steps`: the version steps of the weights that sampled it, in order.
     - `same_prompt`: the number of an earlier turn with the same prompt; None if there is none.
-    - `num_malformed`: tool calls that could not be parsed. 0 also if it is unknown, as in traces.
+    - `num_malformed`: number of tool calls that could not be parsed; 0 if it is unknown, as in traces.
     - `trained`: the samples in which it has tokens with loss."""
 
     number: int
@@ -60,10 +62,29 @@ class TurnView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     trained: tuple[Trained, ...] = ()
 
 
+class TurnTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampled tokens of one turn, from token `start` of its `num_tokens`; all tuples have one value for each token.
+
+    - `texts`: the token as text. A token that is a part of a character has a replacement character.
+    - `logprobs`: the log-probability with which the engine sampled it.
+    - `steps`: the version step of the weights that sampled it; None if unknown.
+    - `trained`: whether it has loss in a sample of its batch. `advantages`: its advantage there, of the last such
+      sample; None without loss."""
+
+    turn: int
+    start: int
+    num_tokens: int
+    texts: tuple[str, ...]
+    logprobs: tuple[float, ...]
+    steps: tuple[int | None, ...]
+    trained: tuple[bool, ...]
+    advantages: tuple[float | None, ...]
+
+
 class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout as text.
 
-    - `source`: "training", or "evaluation NAME". `state`: in the ledger; None in an evaluation.
+    - `source`: "training", or "evaluation NAME". `state`: the rollout's state in the ledger; None in an evaluation.
     - `step`: the version step that was trained on it; None: not trained on.
     - `rows`: the positions of its samples in the batch of that step.
     - `reward`, `reason`: None and "" unless graded. `terms`: the raw parts of the reward.
@@ -102,7 +123,7 @@ class Conversation:
 
 
 def conversations(turns: Sequence[TurnView]) -> list[Conversation]:
-    """Arrange the turns of a rollout as a tree: its conversations in order, with their branches inside.
+    """Arrange the turns of a rollout as a tree. Returns its conversations in order; each contains its branches.
 
     The first continuation of a turn belongs to the turn's conversation; each further one begins a branch."""
     children: dict[int | None, list[TurnView]] = {}
@@ -183,7 +204,8 @@ def shorten(text: str, *, lines: int, chars: int) -> str:
 
 
 def turn_facts(turn: TurnView) -> str:
-    """Return the numbers of a turn in one line: its tokens, the weights that sampled it, and what was trained of it.
+    """Return the numbers of a turn in one line: its tokens, the weights that sampled it, and the tokens that were
+    trained on.
 
     For example, "trained 12 × +0.75 (row 3)" means that 12 tokens have the advantage 0.75 in sample 3 of the batch."""
     facts = [f"prompt {turn.num_prompt}" + ("" if turn.num_cached is None else f" ({turn.num_cached} cached)")]

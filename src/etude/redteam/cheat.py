@@ -62,8 +62,8 @@ class Cheat:
     It succeeds if the program returns a proof of its success, the reward is above 0, or there is no grade. `program`
     and `partner` are names "module.function" in `programs`; a sibling machine runs the partner at the same time.
     `kinds` are the kinds of task that it is tried on. `shared_kernel`: it can only work if the machine shares the
-    host's kernel. `bomb`: it exhausts a resource, so host and siblings are checked afterwards. `known` says why it
-    works with a shared kernel and what it is worth; "" if it does not work. `danger`: it must never run without
+    host's kernel. `bomb`: it exhausts a resource, so host and siblings are checked afterwards. `known`: why it works
+    with a shared kernel, and what an agent gains by it; "" if it does not work. `danger`: it must never run without
     isolation.
 
     >>> Cheat(name="exit", row=Row.ENDINGS, what="exit at import", files={"calc.py": "raise SystemExit(0)"}).kinds

@@ -57,7 +57,7 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_distinguishable(self) -> bool:
-        """Whether the AUC is significantly above chance."""
+        """Whether the AUC is significantly higher than with permuted labels, so that the machines can be told apart."""
         return self.auc > self.chance[1]
 
 

@@ -36,10 +36,10 @@ _ABLE_S, _LOOK_S = 30.0, 8.0
 
 @dataclass(frozen=True)
 class Stage:
-    """What cheats run against: runtime, grader, secrets of the host, and a task of each kind with its answer.
+    """The targets of cheats: runtime, grader, secrets of the host, and a task of each kind with its answer.
 
-    `unusable` says why a kind of task cannot be used; "" if it can. `program_s` is the time limit in seconds of a
-    program, `play_s` that of a whole cheat; a longer one has hung the host."""
+    `unusable`: for each kind of task, why it cannot be used; "" if it can. `program_s` is the time limit in seconds of
+    a program, and `play_s` that of a whole cheat; a cheat that takes longer has blocked the host."""
 
     runtime: Runtime
     grader: Grader
@@ -66,8 +66,8 @@ async def check(
     """Run all cheats on all their kinds of task, and yield the findings in order.
 
     `grader` must grade in machines of `runtime`. `at_once` cheats run at the same time. `program_s` is the time limit
-    in seconds of a program; `play_s` that of a cheat, and a longer one counts as success, since it has hung the host.
-    Raises `MachineError` before any cheat is run, if no kind of task can be graded."""
+    in seconds of a program; `play_s` is that of a cheat; a cheat that takes longer counts as successful, since it has
+    blocked the host. Raises `MachineError` before any cheat is run, if no kind of task can be graded."""
     async with host_secrets() as secrets_of_host:
         wanted = {kind for cheat in cheats for kind in cheat.kinds}
         staged = {kind: problem for kind, problem in problems(EXPORTS).items() if kind in wanted}

@@ -48,7 +48,7 @@ class Secrets:
     touched: list[str] = field(default_factory=list)  # listeners of the host that received a connection
 
     def facts(self, runtime: Runtime, token: str) -> dict[str, Any]:
-        """Return what an attack program knows: where the secrets are, but not the secret itself.
+        """Return the data that an attack program gets: the places of the secrets, but not the secret itself.
 
         `token` marks processes and files of a sibling machine."""
         own_kernel = runtime.info.isolation not in ("shared kernel", "none")

@@ -14,6 +14,8 @@ from etude.errors import InputError
 
 SALT_BYTES = 16
 """The size of a release's salt in bytes."""
+MAX_AGE_S = 0.2
+"""How old the share may be by which a request is routed, in seconds. A rollback reaches all requests after that."""
 MAX_SUBJECT_BYTES = 1024
 """The longest name of a subject, in bytes of UTF-8."""
 
@@ -26,9 +28,10 @@ class Arm(enum.StrEnum):
 
 
 def place_of(salt: bytes, subject: str) -> int:
-    """Return the fixed place of a subject under a salt, from 0 to 2^64 - 1.
+    """Return a number from 0 to 2^64 - 1 that is computed from a salt and a subject, and so never changes.
 
-    Raises `InputError` for a subject that is empty or too long: all who send none would get one version together.
+    Raises `InputError` for an empty subject, since all requests without a subject would get the same version, and for
+    one that is too long.
 
     >>> place_of(b"a" * 16, "user-1") == place_of(b"a" * 16, "user-1") != place_of(b"b" * 16, "user-1")
     True
@@ -44,9 +47,9 @@ def place_of(salt: bytes, subject: str) -> int:
 
 
 def arm_of(salt: bytes, subject: str, share: int) -> Arm:
-    """Return the version that a subject gets while the canary has `share` percent of the subjects.
+    """Return the version that a subject gets while `share` percent of the subjects get the canary.
 
-    Raises `InputError` as `place_of`.
+    Raises `InputError` if the subject is empty or too long.
 
     >>> arm_of(b"a" * 16, "user-1", 0), arm_of(b"a" * 16, "user-1", 100)
     (<Arm.STABLE: 'stable'>, <Arm.CANARY: 'canary'>)
@@ -57,7 +60,7 @@ def arm_of(salt: bytes, subject: str, share: int) -> Arm:
 def pseudonym(salt: bytes, subject: str) -> bytes:
     """Return 16 bytes that stand for a subject in a release's records, from which its name cannot be computed.
 
-    Raises `InputError` as `place_of`."""
+    Raises `InputError` if the subject is empty or too long."""
     place_of(salt, subject)
     named = subject.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(named, key=salt, digest_size=16, person=b"etude subject").digest()

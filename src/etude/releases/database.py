@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import EtudeError, StoreError
+from etude.sqlite_reading import open_readonly
 
 _BUSY_S = 30.0
 _FORMAT = 1
@@ -35,31 +36,37 @@ CREATE INDEX IF NOT EXISTS by_subject ON outcomes (number, share, metric, arm, s
 
 
 class SecondRelease(EtudeError):
-    """A release is begun while another one is open."""
+    """Raised when a release is begun while another one is open."""
 
 
 class ReleaseDatabase:
-    """The file at `path`, which is created if it does not exist. One object belongs to one thread.
+    """The SQLite file with the releases at `path`. It is created if it does not exist. Use an object in one thread
+    only.
 
-    All methods raise `StoreError` for a file that cannot be read or written."""
+    With `readonly` the file must exist, and nothing is written or created. All methods raise `StoreError` for a file
+    that cannot be read or written."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, readonly: bool = False) -> None:
         self._path = path
         with self._errors():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
+            if readonly:
+                self._connection = open_readonly(path)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
         try:
             with self._errors():
-                self._prepare()
+                self._prepare(readonly)
         except BaseException:
             self._connection.close()
             raise
 
-    def _prepare(self) -> None:
-        self._connection.execute("PRAGMA journal_mode = WAL")
-        self._connection.execute("PRAGMA synchronous = FULL")
+    def _prepare(self, readonly: bool) -> None:
+        if not readonly:
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.execute("PRAGMA synchronous = FULL")
         [found] = self._connection.execute("PRAGMA user_version").fetchone()
-        if found not in (0, _FORMAT):
+        if found != _FORMAT and (found or readonly):
             raise sqlite3.DatabaseError(f"it has format {found}, and this version of etude supports {_FORMAT}")
         if not found:
             self._connection.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {_FORMAT}; COMMIT;")
@@ -74,7 +81,9 @@ class ReleaseDatabase:
             yield
         except (sqlite3.Error, OSError) as error:
             hint = "free disk space, check its permissions, or restore the file from a copy"
-            raise StoreError(f"the releases in {self._path} cannot be used", str(error), hint=hint) from error
+            raise StoreError(
+                f"the file of releases {self._path} cannot be read or written", str(error), hint=hint
+            ) from error
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -85,7 +94,8 @@ class ReleaseDatabase:
     def begin(self, state: str, facts: bytes, transition: bytes) -> int:
         """Store a new release with its first transition, and return its number, from 1.
 
-        Raises `SecondRelease` if another one is open, in whichever process it was begun."""
+        `state` is its first state, and `facts` and `transition` are encoded records. Raises `SecondRelease` if another
+        release is open, whichever process began it."""
         with self._transaction() as database:
             try:
                 cursor = database.execute("INSERT INTO releases (state, facts) VALUES (?, ?)", (state, facts))
@@ -95,8 +105,10 @@ class ReleaseDatabase:
             return int(cursor.lastrowid or 0)
 
     def change(self, number: int, before: bytes, state: str, facts: bytes, transition: bytes | None) -> bool:
-        """Replace the facts of a release, and append a transition. Returns False, and changes nothing, if its facts are
-        no longer `before`: another process changed the release."""
+        """Replace the state and the facts of a release, and append a transition (None: no transition).
+
+        `before`: the facts that the caller read. If the file has other facts now, another process has changed the
+        release: then nothing is changed, and False is returned."""
         with self._transaction() as database:
             sql = "UPDATE releases SET state = ?, facts = ? WHERE number = ? AND facts = ?"
             if database.execute(sql, (state, facts, number, before)).rowcount != 1:
@@ -106,7 +118,7 @@ class ReleaseDatabase:
             return True
 
     def releases(self) -> list[tuple[int, bytes]]:
-        """Return number and facts of every release, the oldest first."""
+        """Return (number, facts) of every release, the oldest first."""
         with self._errors():
             return self._connection.execute("SELECT number, facts FROM releases ORDER BY number").fetchall()
 
@@ -117,9 +129,10 @@ class ReleaseDatabase:
             return [facts for (facts,) in self._connection.execute(sql, (number,))]
 
     def add_outcomes(self, number: int, rows: Iterable[tuple[Any, ...]], cap: int) -> int:
-        """Store outcomes (id, metric, share, arm, subject, received, value) of a release, and return how many are new.
+        """Store outcomes of a release, and return how many of them are new.
 
-        An outcome whose id is known is left out, and so is one of a subject that has `cap` of them at this share."""
+        A row is (id, metric, share, arm, subject, received, value). It is not stored if its id is stored already, or if
+        its subject has `cap` outcomes at this share already."""
         num = 0
         counted = (
             "SELECT count(*) FROM outcomes WHERE number = ? AND share = ? AND metric = ? AND arm = ? AND subject = ?"
@@ -134,8 +147,10 @@ class ReleaseDatabase:
         return num
 
     def values(self, number: int, share: int, before: float, window_s: float) -> list[tuple[str, str, float]]:
-        """Return (metric, arm, mean) of the subjects at a share whose first outcome came by `before`, a time, in the
-        order of these first outcomes. The mean is over the outcomes within `window_s` seconds of the first."""
+        """Return (metric, arm, mean) of each subject at a share, in the order of the subjects' first outcomes.
+
+        The mean is over the subject's outcomes within `window_s` seconds of its first one. Subjects whose first outcome
+        came after the time `before` are left out."""
         sql = """
             SELECT o.metric, o.arm, avg(o.value) FROM outcomes o JOIN (
                 SELECT metric, arm, subject, min(received) AS first FROM outcomes
@@ -147,7 +162,7 @@ class ReleaseDatabase:
             return self._connection.execute(sql, (number, share, before, window_s)).fetchall()
 
     def last(self, number: int, share: int) -> list[tuple[str, float]]:
-        """Return (arm, time) of the last outcome of each version at a share."""
+        """Return (arm, time) for each version: the time of its last outcome at a share of the canary."""
         sql = "SELECT arm, max(received) FROM outcomes WHERE number = ? AND share = ? GROUP BY arm"
         with self._errors():
             return self._connection.execute(sql, (number, share)).fetchall()

@@ -23,7 +23,7 @@ Values = Mapping[str, Mapping[Arm, Sequence[float]]]
 
 
 class Action(enum.StrEnum):
-    """What to do with a canary."""
+    """The possible decisions about a canary."""
 
     WAIT = "wait"
     GROW = "grow"
@@ -35,8 +35,8 @@ class Action(enum.StrEnum):
 class MetricEvidence(msgspec.Struct, frozen=True):
     """The evidence on one metric: the canary's mean minus the stable version's, above 0 if the canary is better.
 
-    `low`, `high`: bounds of a confidence sequence, which hold at all looks. `canary`, `stable`: how many subjects
-    count."""
+    `low`, `high`: bounds of a confidence sequence: they are valid however often one looks. `canary`, `stable`: the
+    numbers of subjects that were compared."""
 
     metric: str
     value: float
@@ -47,7 +47,9 @@ class MetricEvidence(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What to do with a canary, why, and the evidence on each metric. `share`: the share at which it was found."""
+    """A decision about a canary, its reason, and the evidence on each metric.
+
+    `share`: percent of the subjects that had the canary when it was decided."""
 
     action: Action
     reason: str
@@ -56,8 +58,10 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """When a canary's share began, what the time is, and when the last outcome of each version came, in seconds since
-    1970. A version without an outcome at this share is not in `last`."""
+    """The times that a decision depends on, all in seconds since 1970.
+
+    `share_since`: when the canary got its present share of the subjects. `now`: the present time. `last`: when the last
+    outcome of each version came; a version without an outcome at this share is missing."""
 
     share_since: float
     now: float
@@ -67,8 +71,10 @@ class Traffic(msgspec.Struct, frozen=True):
 def decide(settings: ReleaseSettings, share: int, traffic: Traffic, values: Values) -> Decision:
     """Decide what to do with a canary that has `share` percent of the subjects.
 
-    It may be called at any time and as often as wanted: of canaries that are equal to the stable version, at most the
-    share `alpha` is ever promoted or rolled back."""
+    It may be called as often as wanted: if a canary is equal to the stable version, the probability that it is ever
+    promoted or rolled back is at most `settings.alpha`.
+
+    `traffic`: times of the last outcomes. `values`: the mean outcome of each subject, for each metric and version."""
     compared = share in settings.compared_shares
     evidence = tuple(_evidence(settings, metric, values) for metric in settings.metrics) if compared else ()
     action, reason = _decide(settings, share, traffic, evidence)

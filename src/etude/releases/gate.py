@@ -20,10 +20,11 @@ from etude.releases.settings import ReleaseSettings, SuiteGate
 
 
 class SuiteReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The comparison on one suite.
+    """The comparison of a candidate with the stable version on one suite.
 
     `value`, `low`, `high`: solve rate of the candidate minus that of the stable version, with its 95 % interval.
-    `cost_rise`: by which share a task costs more; None: unknown."""
+    `margin`: by how much the solve rate may be lower. `cost_rise`: by how much a task costs more, as a fraction (0.1:
+    10 per cent); None: unknown."""
 
     suite: str
     digest: str
@@ -35,7 +36,8 @@ class SuiteReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GateResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a gate for two versions. `failures`: why the candidate does not pass; empty: it does."""
+    """The result of a gate for two versions. `failures`: the reasons why the candidate does not pass; empty if it
+    passes."""
 
     candidate: str
     stable: str
@@ -44,14 +46,16 @@ class GateResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Played(msgspec.Struct, frozen=True):
-    """The result of a suite on one version, and its rollouts."""
+    """The result of a suite on one version (`record`), and its rollouts (`rows`)."""
 
     record: EvalRecord
     rows: Sequence[EvalRow]
 
 
 def read_played(folder: Path, suite: str, label: str) -> Played:
-    """Read the result of a suite on the model `label` below a folder of `etude eval`. Raises `StoreError`."""
+    """Read the result of a suite on the model `label` from a folder that `etude eval` wrote.
+
+    Raises `StoreError` if it is missing or damaged."""
     path = record_path(folder, suite, label)
     return Played(read_record(path), rows_beside(path))
 
@@ -66,8 +70,8 @@ def check_gate(
 ) -> GateResult:
     """Compare a candidate with the stable version on every suite of a release's gate.
 
-    `played`: suite, as the settings name it -> the results of candidate and stable version. `parity`: the verdict of
-    `etude parity` on the candidate; None: unknown."""
+    `played` maps the name of each suite in the settings to (result of the candidate, result of the stable version).
+    `parity`: the verdict of `etude parity` on the candidate; None: unknown."""
     reports, failures = list[SuiteReport](), list[str]()
     for gate in settings.gate:
         if gate.suite not in played:
@@ -88,11 +92,12 @@ def check_gate(
 
 
 def read_parity(path: Path) -> str:
-    """Return the verdict in the output of `etude parity --json`. Raises `InputError` for another file."""
+    """Return the verdict in the output of `etude parity --json`. Raises `InputError` if the file is not such an
+    output."""
     try:
         verdict = json.loads(path.read_bytes())["verdict"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        hint = "write it by: etude parity CANDIDATE --json > FILE"
+        hint = "create it with: etude parity CANDIDATE --json > FILE"
         raise InputError(f"{path} is not a result of etude parity", str(error), hint=hint) from None
     return str(verdict)
 

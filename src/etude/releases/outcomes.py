@@ -19,7 +19,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One outcome of one subject.
 
     - `id`: of the outcome; it counts once, however often it is sent. `metric`: of the release. `value`: in [0, 1].
-    - `arm`, `share`: which version served the subject, and at which share. None: as it is assigned now."""
+    - `arm`, `share`: which version served the subject, and at which share. None: as it is assigned now.
+    - `version`: of the weights that answered, as in `system_fingerprint`. It then says which version served the
+      subject, in the place of the assignment.
+    - `answered`: when the answer was begun, Unix time in s. Outcomes of before the present share do not count."""
 
     id: str
     subject: str
@@ -27,15 +30,21 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     value: float
     arm: Arm | None = None
     share: int | None = None
+    version: str | None = None
+    answered: float | None = None
 
     def check(self, metrics: Collection[str]) -> None:
         """Raise `InputError` if the metric is none of `metrics`, the value is outside [0, 1], or a name is invalid."""
         if self.metric not in metrics:
             raise InputError(f"no metric {self.metric!r} in this release", hint=nearest(self.metric, metrics))
         if not 0.0 <= self.value <= 1.0:
-            raise InputError(f"the value {self.value} of outcome {self.id!r} is outside [0, 1]", hint="scale it")
+            raise InputError(
+                f"the value {self.value} of outcome {self.id!r} is outside [0, 1]", hint="scale its metric to [0, 1]"
+            )
         if not 0 < len(self.id) <= 256:
-            raise InputError("an outcome has an empty or long id", hint="give an id of 1 to 256 characters")
+            raise InputError(
+                f"an outcome has an id of {len(self.id)} characters", hint="give an id of 1 to 256 characters"
+            )
         place_of(b"", self.subject)
 
 
@@ -43,18 +52,19 @@ _DECODER = msgspec.json.Decoder(Outcome)
 
 
 def parse_outcome(line: bytes) -> Outcome:
-    """Return the outcome in a line of JSON. Raises `InputError` for anything else."""
+    """Parse an outcome from a line of JSON. Raises `InputError` if the line is not an outcome."""
     try:
         return _DECODER.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        hint = "write one object a line with id, subject, metric and value; see docs/formats/releases.md"
+        hint = "write one object in each line, with id, subject, metric and value; see docs/formats/releases.md"
         raise InputError("a line is not an outcome", str(error), hint=hint) from None
 
 
 def read_outcomes(path: Path) -> Iterator[Outcome]:
     """Yield the outcomes of a file, one a line; empty lines are left out.
 
-    Raises `InputError` for a file that cannot be read, and with its number for a line that is no outcome."""
+    Raises `InputError` for a file that cannot be read, and for a line that is not an outcome; the error has the line's
+    number."""
     try:
         with path.open("rb") as file:
             number = 0
@@ -62,7 +72,9 @@ def read_outcomes(path: Path) -> Iterator[Outcome]:
                 number += 1
                 if len(line) > MAX_LINE_BYTES:
                     raise InputError(
-                        f"line {number} of {path} is too long", f"over {MAX_LINE_BYTES} bytes", hint="check the file"
+                        f"line {number} of {path} is too long",
+                        f"over {MAX_LINE_BYTES} bytes",
+                        hint="give a file with one outcome, a JSON object, in each line",
                     )
                 if not line.strip():
                     continue

@@ -27,13 +27,14 @@ def branch_version(store: BlobStore, channel: str, branch: str) -> Version | Non
 def stable_version(store: BlobStore, channel: str, location: str, candidate: Version) -> Version:
     """Return the version of the branch `stable`, against which a candidate may begin a release.
 
-    Raises `InputError` if there is none, or if it is the candidate already, and `ReleaseRefused` if the branch `canary`
-    names a third version: a release that another file records serves it."""
+    `location` is the store's name in errors. Raises `InputError` if there is no such branch, or if it names the
+    candidate already. Raises `ReleaseRefused` if the branch `canary` names a third version: then another release,
+    recorded in another file, serves that version."""
     stable = branch_version(store, channel, STABLE)
     if stable is None:
         raise InputError(
             f"channel {channel!r} of {location} has no branch {STABLE!r}",
-            "a release needs a version that serves all others",
+            "subjects that do not get the candidate are served by this branch",
             hint=f"point it at the version that is served now: etude weights point {location} VERSION --branch stable",
         )
     if stable == candidate:
@@ -50,9 +51,11 @@ def stable_version(store: BlobStore, channel: str, location: str, candidate: Ver
 
 
 def move(store: BlobStore, release: Release, target: State, *, signer: Signer | None) -> None:
-    """Move the branches of a release to where the state `target` (CANARY, PROMOTED or ROLLED_BACK) needs them.
+    """Move the branches of a release to the versions that the state `target` requires.
 
-    Raises `StoreError` if the store is away, and `ReleaseRefused` if somebody else moved a branch; call it again then.
+    `target` is CANARY, PROMOTED or ROLLED_BACK. `signer` signs the moved pointers; None: they are not signed. Raises
+    `StoreError` if the store does not answer, and `ReleaseRefused` if another process or person moved a branch; call it
+    again then.
     """
     candidate, stable = release.candidate, release.stable
     if target is State.CANARY:
@@ -82,7 +85,7 @@ def _point(
     if now not in expected:
         raise ReleaseRefused(
             f"the branch {branch!r} of channel {release.channel!r} was moved by hand",
-            f"it names {now or 'nothing'}; release {release.number} has {release.candidate} and {release.stable}",
+            f"it names {now or 'nothing'}; release {release.number} is of {release.candidate} and {release.stable}",
             hint=f"roll the release back (etude release rollback), or point the branch at {release.stable} again",
         )
     branches.point(store, release.channel, version, branch=branch, signer=signer)

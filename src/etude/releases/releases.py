@@ -16,7 +16,7 @@ import msgspec
 
 from etude.errors import InputError
 from etude.records.completion import Version
-from etude.releases.assignment import SALT_BYTES, Arm, arm_of, pseudonym
+from etude.releases.assignment import MAX_AGE_S, SALT_BYTES, Arm, arm_of, pseudonym
 from etude.releases.database import ReleaseDatabase, SecondRelease
 from etude.releases.decision import Action, Decision, Traffic, decide
 from etude.releases.gate import GateResult
@@ -32,14 +32,17 @@ _FIRST = "passed its gate"
 
 
 class Releases:
-    """The releases in a file, which is created if it does not exist. One object belongs to one thread.
+    """The releases that a file records, and the operations on them. Use an object in one thread only.
 
-    `signer` signs the pointers that are moved; None leaves them unsigned. Every `now` is in seconds since 1970. All
-    methods raise `StoreError` for a file that cannot be used; those with a `store` also if that store is away, after
-    which the same call completes the change."""
+    The file is created if it does not exist.
 
-    def __init__(self, path: Path, *, signer: Signer | None = None) -> None:
-        self._database, self._signer = ReleaseDatabase(path), signer
+    With `readonly` the file must exist, and only the methods that read may be called. `signer` signs the pointers that
+    are moved; None leaves them unsigned. Every `now` is in seconds since 1970. All methods raise `StoreError` if the
+    file cannot be used. Methods with the argument `store` also raise it if that store does not answer; the same call,
+    made again, then completes the change."""
+
+    def __init__(self, path: Path, *, signer: Signer | None = None, readonly: bool = False) -> None:
+        self._database, self._signer = ReleaseDatabase(path, readonly=readonly), signer
 
     def close(self) -> None:
         """Close the file."""
@@ -62,7 +65,7 @@ class Releases:
         return found[-1]
 
     def why(self, number: int) -> list[Transition]:
-        """Return the transitions of a release with their reasons and evidence, the oldest first."""
+        """Return the transitions of release number `number` with their reasons and evidence, the oldest first."""
         return [msgspec.json.decode(one, type=Transition) for one in self._database.transitions(number)]
 
     def assign(self, subject: str) -> Arm:
@@ -82,9 +85,10 @@ class Releases:
         location: str,
         now: float,
     ) -> Release:
-        """Begin a release of a version of a channel. It serves nobody before its gate is passed.
+        """Begin a release of the version `candidate`. It serves no requests before it has passed its gate.
 
-        Raises `ReleaseRefused` if another release is open, and `InputError` if there is no stable version."""
+        `location`: the name of the store, which is recorded. `now`: seconds since 1970. Raises `ReleaseRefused` if
+        another release is open, and `InputError` if there is no stable version."""
         others = self.all()
         if others and others[-1].pending is not None:  # such as the rollback of a promoted release
             raise _wrong_state(others[-1], "be followed by another")
@@ -114,7 +118,8 @@ class Releases:
     def gate(self, result: GateResult, *, now: float) -> Release:
         """Store the result of the gate: the newest release becomes GATED or REFUSED.
 
-        Raises `ReleaseRefused` if it is no candidate, or if the result is that of other versions."""
+        Raises `ReleaseRefused` if the release is not in the state CANDIDATE, or if the result compares other versions.
+        """
         release = self._newest(State.CANDIDATE, to="be gated")
         if (result.candidate, result.stable) != (str(release.candidate), str(release.stable)):
             raise ReleaseRefused(
@@ -127,10 +132,12 @@ class Releases:
         return self._step(release, state, 0, now=now, by=RULES, reason=reason, evidence=msgspec.to_builtins(result))
 
     def advance(self, store: BlobStore, *, now: float) -> tuple[Release, Decision | None]:
-        """Complete what is pending, or else do what the rules say now: begin the canary, let it grow, promote it, hold
-        it, or roll it back. Returns the newest release and the decision; None where there was nothing to decide.
+        """Take the next step of the newest release, and return the release with the decision that led to it.
 
-        Call it as often as wanted. Raises `ReleaseRefused` for a candidate without a gate."""
+        A transition that was begun and not completed is completed. Otherwise the rules decide: begin the canary, raise
+        its share, promote it, hold it, or roll it back. The decision is None if nothing was to be decided.
+
+        Call it as often as wanted. Raises `ReleaseRefused` for a candidate that has not passed its gate."""
         release = self.newest()
         if release.pending is not None:
             return self._finish(store, release), None
@@ -163,7 +170,7 @@ class Releases:
         return release, found
 
     def look(self, release: Release, *, now: float) -> Decision:
-        """Return what the rules say about a canary now. Changes nothing."""
+        """Return the decision of the rules about a canary at this time, without carrying it out."""
         settings, values = release.settings, dict[str, dict[Arm, list[float]]]()
         rows = self._database.values(release.number, release.share, now - settings.window_s, settings.window_s)
         for metric, arm, value in rows:
@@ -174,25 +181,41 @@ class Releases:
     def observe(self, outcomes: Iterable[Outcome], *, now: float) -> int:
         """Store outcomes of the newest release, and return how many are new and count at the present share.
 
-        Left out are: those whose id is known, those from an earlier share, those of a subject with `cap` outcomes, and
-        those of a subject that the version in question no longer serves. Raises `InputError` for an unknown metric."""
+        Left out are: those whose id is known, those from an earlier share, those of a subject with `cap` outcomes,
+        those of a subject that the version in question no longer serves, and those of answers of a third version.
+        Raises `InputError` for an unknown metric."""
         release = self.newest()
         if release.state not in (State.CANARY, State.HELD):
             return 0
         known = {metric.name for metric in release.settings.metrics}
-        rows = []
+        rows, share_since = [], self.share_since(release)
+        by_version = {str(release.stable): Arm.STABLE, str(release.candidate): Arm.CANARY}
         for one in outcomes:
             one.check(known)
-            arm = arm_of(release.salt, one.subject, release.share)
-            if one.share in (None, release.share) and one.arm in (None, arm):
+            if one.version is None:
+                arm: Arm | None = arm_of(release.salt, one.subject, release.share)
+            else:
+                arm = by_version.get(one.version)
+            is_new = one.answered is None or one.answered >= share_since + MAX_AGE_S
+            if arm is not None and is_new and one.share in (None, release.share) and one.arm in (None, arm):
                 subject = pseudonym(release.salt, one.subject)
                 rows.append((one.id, one.metric, release.share, arm.value, subject, now, one.value))
         return self._database.add_outcomes(release.number, rows, release.settings.cap)
 
-    def promote(self, store: BlobStore, *, reason: str, now: float) -> Release:
-        """Make the candidate of the newest release the stable version, by an operator's decision, or complete this.
+    def share_since(self, release: Release) -> float:
+        """Return when the present share of a canary began."""
+        since = release.since
+        for one in reversed(self.why(release.number)):
+            if one.share != release.share:
+                break
+            since = one.at
+        return since
 
-        Raises `ReleaseRefused` if the release serves nobody or has ended."""
+    def promote(self, store: BlobStore, *, reason: str, now: float) -> Release:
+        """Make the candidate of the newest release the stable version, by an operator's decision.
+
+        If an earlier call was interrupted, it is completed. Raises `ReleaseRefused` if the release serves no requests
+        or has ended."""
         release = self.newest()
         if release.pending is not None and release.pending.state is State.PROMOTED:
             return self._finish(store, release)
@@ -202,20 +225,24 @@ class Releases:
         return self._move(store, release, State.PROMOTED, release.share, now=now, by=OPERATOR, reason=reason)
 
     def hold(self, *, reason: str, now: float) -> Release:
-        """Keep the canary of the newest release at its share until an operator decides. Raises `ReleaseRefused`."""
+        """Keep the canary of the newest release at its share until an operator decides. Raises `ReleaseRefused` if the
+        release has no canary."""
         release = self._newest(State.CANARY, to="be held")
         return self._step(release, State.HELD, release.share, now=now, by=OPERATOR, reason=reason)
 
     def resume(self, *, reason: str, now: float) -> Release:
-        """Continue with a release that was held, at its share. Its outcomes count on. Raises `ReleaseRefused`."""
+        """Continue a release that was held, with the same share and its earlier outcomes.
+
+        Raises `ReleaseRefused` if it was not held."""
         release = self._newest(State.HELD, to="be resumed")
         return self._step(release, State.CANARY, release.share, now=now, by=OPERATOR, reason=reason)
 
     def rollback(self, store: BlobStore, *, reason: str, now: float) -> Release:
-        """Give all subjects the version from before the newest release, in whatever state it is, or complete this.
+        """End the newest release, in any state: all subjects get the version from before it.
 
-        A promoted release can be rolled back while it is the newest. All subjects are assigned to the stable version
-        when this is stored, before the pointers move. Raises `ReleaseRefused` if it was refused or rolled back."""
+        If an earlier call was interrupted, it is completed. A promoted release can be rolled back as long as it is the
+        newest. The decision is stored first and takes effect then; the pointers of the channel move afterwards. Raises
+        `ReleaseRefused` if the release was refused or rolled back already."""
         release = self.newest()
         if release.pending is not None and release.pending.state is State.ROLLED_BACK:
             return self._finish(store, release)
@@ -277,7 +304,7 @@ class Releases:
             raise ReleaseRefused(
                 f"release {after.number} was changed by another process",
                 f"it is {_described(self.newest())} now",
-                hint="look at it (etude release why), then decide again",
+                hint="see its transitions (etude release why), then repeat the command if it still applies",
             )
         return after
 
@@ -309,7 +336,7 @@ def _is_open(release: Release) -> ReleaseRefused:
 def _no_gate(release: Release) -> ReleaseRefused:
     return ReleaseRefused(
         f"release {release.number} has not passed its gate",
-        f"{release.candidate} is a candidate",
+        f"{release.candidate} is in the state candidate",
         hint="evaluate both versions (etude eval), then: etude release gate",
     )
 

@@ -7,20 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from etude.errors import EtudeError, InputError
-from etude.releases.assignment import Arm, arm_of
+from etude.releases.assignment import MAX_AGE_S, Arm, arm_of
 from etude.releases.releases import Releases
 from etude.releases.states import Release
-
-MAX_AGE_S = 0.2
-"""How old the share may be by which a request is routed, in seconds. A rollback reaches all requests after that."""
 
 
 class ReleaseRouter:
     """Decides which of two served models answers a request. `stable` and `canary` are their names.
 
-    It reads the file of the releases at most every `MAX_AGE_S`. It never fails a request: requests for other models are
-    not routed, and those of users with an invalid name get the stable version. While the file cannot be read, and
-    before the first release, all do. `clock` returns seconds. Raises `StoreError` if the file is damaged."""
+    It reads the file of the releases again after `MAX_AGE_S` seconds. It never fails a request: requests for other
+    models are not changed, and users with an invalid name get the stable version. All users get it before the first
+    release, and while the file cannot be read. `clock` returns the time in seconds. Raises `StoreError` if the file is
+    damaged."""
 
     def __init__(self, path: Path, *, stable: str, canary: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._releases, self._stable, self._canary, self._clock = Releases(path), stable, canary, clock

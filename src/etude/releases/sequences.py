@@ -33,7 +33,7 @@ _FIRST = 10.0  # sum of squares where the first piece begins: that of about 40 v
 
 
 class Bounds(NamedTuple):
-    """A confidence sequence: for each number of values t from 1 to T the bounds of the mean, float64 [..., T]."""
+    """A confidence sequence: element t - 1 has the bounds of the mean after t values. Both are float64 [..., T]."""
 
     low: F64
     high: F64
@@ -84,8 +84,8 @@ def difference(canary: npt.ArrayLike, stable: npt.ArrayLike, alpha: float) -> Di
     """Return the mean of `canary` minus that of `stable`, with the bounds of its confidence sequence at 1 - `alpha`.
 
     Both are values in [0, 1] in the order in which they came, [T]; each may be empty. Both means are in their bounds at
-    all times with probability 1 - `alpha`, whatever the two samples have to do with each other. Raises `ValueError` as
-    `mean_bounds`.
+    all times with probability 1 - `alpha`, also if the two samples depend on each other. Raises `ValueError` for a
+    value outside [0, 1] and for an alpha outside (0, 1).
 
     >>> difference([], [0.5], 0.05)
     Difference(value=0.0, low=-1.0, high=1.0)

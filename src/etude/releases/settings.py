@@ -14,11 +14,12 @@ from etude.config import ranged
 
 @dataclass(frozen=True)
 class Metric:
-    """An outcome in [0, 1] that users' feedback gives, such as whether an edit was kept.
+    """A metric of users' feedback, with values in [0, 1], such as whether an edit was kept.
 
     - `higher_is_better`: False for an outcome such as a dissatisfied reply.
-    - `margin`: how much worse the canary may be in a metric that guards. It is rolled back when it is shown to be worse
-      by more, and promoted only when it is shown not to be. The first metric, which decides, has no margin."""
+    - `margin`: how much worse the canary may be. It is rolled back when its confidence interval shows that it is worse
+      by more, and promoted only when the interval shows that it is not. The first metric of a release, which decides
+      the promotion, has no margin."""
 
     name: str
     higher_is_better: bool = True
@@ -35,7 +36,8 @@ class SuiteGate:
 
     - `suite`: the suite's file, or the name of a built-in suite.
     - `margin`: by how much the solve rate may be lower. The whole confidence interval must be above -`margin`.
-    - `cost_rise`: by which share the dollars per task may be higher; None: costs are not compared."""
+    - `cost_rise`: by how much the dollars per task may be higher, as a fraction (0.1: 10 per cent); None: costs are not
+      compared."""
 
     suite: str
     margin: float = ranged(0.02, low=0.0, high=1.0)
@@ -48,16 +50,19 @@ class ReleaseSettings:
 
     - `gate`: the suites that the candidate must pass; at least one. `parity`: whether a passed `etude parity` of the
       candidate is required.
-    - `metrics`: the first one decides: the canary is promoted if it is shown to be better in it. The others guard.
-    - `shares`: percent of the subjects that get the canary, one after another. At 100 nobody is left to compare with.
+    - `metrics`: the canary is promoted if it is better in the first one. The others can only prevent a promotion, or
+      cause a rollback.
+    - `shares`: the percentages of subjects that get the canary, one after another. At 100 no subject has the stable
+      version, so nothing is compared.
     - `alpha`: the probability that a canary equal to the stable version is promoted or rolled back, over all shares,
       metrics and looks.
-    - `subjects`, `share_s`: how many subjects of the canary must have counted, and how many seconds must have passed,
-      before the share grows.
-    - `window_s`: a subject counts this many seconds after its first outcome at a share, by the mean of its first `cap`
-      outcomes until then.
-    - `silent_s`: the canary holds when one of the versions has had no outcome for this many seconds.
-    - `max_s`: the canary holds when it has been at one share for this many seconds without a decision."""
+    - `subjects`, `share_s`: the share grows only after this many subjects of the canary were compared, and after this
+      many seconds.
+    - `window_s`, `cap`: a subject's value is the mean of its outcomes in the first `window_s` seconds after its first
+      one at a share, at most `cap` of them. It is compared when these seconds have passed.
+    - `silent_s`: the release is held (its share stays as it is) when one of the versions has had no outcome for this
+      many seconds.
+    - `max_s`: the release is held when the canary has been at one share for this many seconds without a decision."""
 
     gate: tuple[SuiteGate, ...]
     metrics: tuple[Metric, ...]

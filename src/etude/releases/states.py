@@ -13,15 +13,16 @@ from etude.releases.settings import ReleaseSettings
 
 
 class ReleaseRefused(EtudeError):
-    """A release is not in a state, or its channel does not point where the requested change needs it."""
+    """Raised when a release cannot be changed as requested, because of its state or of the versions that the channel's
+    branches name."""
 
 
 class State(enum.StrEnum):
     """The state of a release.
 
-    CANDIDATE: begun; serves nobody. GATED: passed its gate; serves nobody. REFUSED: did not pass it. CANARY: serves a
-    share of the subjects. HELD: keeps its share until it is promoted, resumed or rolled back. PROMOTED: its version is
-    the stable one. ROLLED_BACK: all subjects have the version from before."""
+    CANDIDATE: begun; serves no requests. GATED: passed its gate; serves no requests. REFUSED: did not pass the gate.
+    CANARY: serves a share of the subjects. HELD: keeps its share until it is promoted, resumed or rolled back.
+    PROMOTED: its version is now the stable one. ROLLED_BACK: all subjects get the version from before the release."""
 
     CANDIDATE = "candidate"
     GATED = "gated"
@@ -37,10 +38,10 @@ OPEN = (State.CANDIDATE, State.GATED, State.CANARY, State.HELD)
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True):
-    """One change of a release: from `origin` (None: its begin) to `state`, with `share` percent of the subjects after.
+    """One change of a release: from the state `origin` (None: the release begins) to `state`.
 
-    `at`: in seconds since 1970. `by`: "rules" or "operator". `evidence`: plain data, such as the confidence sequences
-    on which it rests."""
+    `at`: the time, in seconds since 1970. `share`: percent of the subjects that get the candidate afterwards. `by`: who
+    decided, "rules" or "operator". `evidence`: the numbers that led to it, as plain data."""
 
     at: float
     origin: State | None
@@ -52,13 +53,14 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True):
-    """A release: whether and how a candidate version takes the place of the stable one.
+    """The record of a release, in which a candidate version may replace the stable version.
 
     - `number`: from 1. `location`, `channel`: the store and the channel of the weights.
-    - `candidate`, `stable`: the two versions, as at the begin.
+    - `candidate`, `stable`: the two versions when the release began.
     - `share`: percent of the subjects that get the candidate. `since`: when the share or the state changed last, in
-      seconds since 1970. `salt`: of the assignment.
-    - `pending`: a decided transition whose pointers may not all have moved yet; None: nothing is under way."""
+      seconds since 1970. `salt`: random bytes from which, with the subject, its version is computed.
+    - `pending`: a transition that was decided, while the pointers of the channel have not all moved yet; None: there is
+      none."""
 
     number: int
     location: str
@@ -74,5 +76,5 @@ class Release(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_open(self) -> bool:
-        """Whether it keeps other releases from beginning."""
+        """Whether the release has not ended. While it is open, no other release can begin."""
         return self.state in OPEN

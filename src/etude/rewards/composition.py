@@ -15,10 +15,10 @@ from etude.records.rollout import Graded
 class Composition:
     """The settings by which rewards are computed from stored terms.
 
-    The reward is the grade plus the terms weighted by `weights` (by name). A term that `when` names counts only where
-    another term, its gate, is above 0. Two further terms are gates, which can remove a reward: whether the agent
-    submitted (used if `require_submit`), and whether it cheated (used if `quarantine`). A gate that is not passed sets
-    a positive reward to 0 and keeps a negative one, so that neither stopping early nor cheating pays.
+    The reward is the grade plus the terms weighted by `weights` (by name). `when` maps a term to its gate: the term
+    counts only for rollouts in which another term, the gate, is above 0. Two further gates can remove a reward: whether
+    the agent submitted (used if `require_submit`), and whether it cheated (used if `quarantine`). If such a gate is not
+    passed, a positive reward becomes 0 and a negative one stays, so that neither stopping early nor cheating pays.
 
     Then the penalty kl · k1 is subtracted, where k1 = Σ log π − log π_ref over the sampled tokens estimates KL(policy ‖
     reference). It is part of the reward because k1 as a loss would have an expected gradient of 0. A term that was not
@@ -47,9 +47,9 @@ class Composition:
     def rewards(self, siblings: Sequence[Sequence[Term]]) -> list[Reward]:
         """Return the rewards of the rollouts of one group, given the terms of each rollout.
 
-        A weighted term counts only if two things hold. For every rollout it is known whether the term's gate is open.
-        And every rollout with an open gate has a known value, all of the same version. Otherwise the term counts for no
-        rollout, and `Reward.missing` names it. Raises `EtudeError` if a reward is not finite.
+        A weighted term counts only under two conditions: it is known for every rollout whether the term's gate is open,
+        and the term's value is known for every rollout with an open gate, in the same version. Otherwise the term
+        counts for no rollout, and `Reward.missing` names it. Raises `EtudeError` if a reward is not finite.
 
         >>> first = [Term(name="grade", value=1.0), Term(name="brief", value=0.5, version="1")]
         >>> second = [Term(name="grade", value=0.0), Term(name="brief", value=None, evidence="no answer")]
@@ -64,7 +64,7 @@ class Composition:
         return [self._reward(table, missing) for table in tables]
 
     def hints_of(self, graded: Graded) -> tuple[Hint, ...]:
-        """Return the hints for the turns of one rollout, from the terms in `hints` whose gates are open.
+        """Return the hints for the turns of one rollout. They are from the terms in `self.hints` whose gates are open.
 
         >>> from etude.records.task import Trust
         >>> reads = Term(name="reads", value=-1.0, hints=((2, "You have read a.py."),))

@@ -32,7 +32,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class Missing(enum.StrEnum):
-    """What a group does while a term is unknown for one of its rollouts.
+    """What to do with a group while a reward term is unknown for one of its rollouts.
 
     WITHOUT: it is trained on without this term. WAIT: the group waits until the term is known."""
 
@@ -44,15 +44,15 @@ class Missing(enum.StrEnum):
 class TermConfig:
     """A `[[rewards.terms]]` table of the config file: a reward term.
 
-    - `name`: that of the stored term.
+    - `name`: the name under which its values are stored.
     - `kind`: a built-in term (`TERMS`) or "my_package.module:Name", or a table with `kind` and its settings.
     - `weight`: multiplies the term's value in the reward; with 0.0 the term is only measured and stored.
     - `target`: if above 0, the weight is adjusted each step, from 0 to `weight`, so that solved rollouts take `target`
-      sampled tokens on average. A target below 1 is a share of their mean in the first step.
-    - `from_step`: the first step whose rewards have the term; before, it is only measured and stored.
+      sampled tokens on average. A target below 1 is relative: a share of the mean in the first step.
+    - `from_step`: the first step in which the term is part of the reward; before that, it is only measured and stored.
     - `when`: the name of another term, its gate: the term counts, and is measured, only where the gate is above 0. It
       may be "grade", a measure of the grader such as "tests", "submitted", or another of the `terms`. "": always.
-    - `missing`: what a group does if the term is unknown for one of its rollouts.
+    - `missing`: what to do with a group if the term is unknown for one of its rollouts.
     - `retry_s`: for how many seconds an unknown value is measured again, if the term says that it may be known later.
       With `missing = "wait"` it is a day instead.
     - `hints`: weight of the term's hints, independent of `weight`. The learner adds `hints` times (log p with the hint
@@ -88,8 +88,9 @@ class TermConfig:
 class RewardsConfig:
     """The `[rewards]` section of the config file.
 
-    `audits`: how terms are watched for drift. Raises `ValueError` if two terms have the same name, if a gate is not the
-    name of a term or a measure of a grader, if gates form a circle, or if an audit has no independent auditor."""
+    `audits`: which terms are checked for drift, and how. Raises `ValueError` if two terms have the same name, if a gate
+    is neither a term nor a measure of a grader, if gates depend on each other in a circle, or if an audit has no
+    independent auditor."""
 
     terms: tuple[TermConfig, ...] = ()
     audits: tuple[AuditConfig, ...] = ()
@@ -154,5 +155,5 @@ class RewardsConfig:
 
     @property
     def gates(self) -> Mapping[str, str]:
-        """Name of a term → name of its gate. Terms without a gate are left out."""
+        """The name of the gate of each term that has one, by the name of the term."""
         return {term.name: term.when for term in self.terms if term.when}

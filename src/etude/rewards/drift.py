@@ -41,8 +41,8 @@ MAX_PAST = 20_000
 
 
 class OnDrift(enum.StrEnum):
-    """What a run does at an alarm. REPORT: only reports it. HOLD: stops before the step; resuming the run begins the
-    test anew. END: ends training with the weights of the step before, and evaluates them."""
+    """What a run does at an alarm. REPORT: only reports it. HOLD: stops before the step; when the run is resumed, the
+    test starts again. END: ends training with the weights of the step before, and evaluates them."""
 
     REPORT = "report"
     HOLD = "hold"
@@ -51,16 +51,16 @@ class OnDrift(enum.StrEnum):
 
 @dataclass(frozen=True)
 class AuditConfig:
-    """A `[[rewards.audits]]` table of the config file: how a reward term is watched.
+    """A `[[rewards.audits]]` table of the config file: how a reward term is checked for drift.
 
-    - `term`: the name of the watched term. Its values should be from 0 to 1.
-    - `by`: "grade", or the name of another term, the auditor, whose weight is 0.
+    - `term`: the name of the checked term. Its values should be from 0 to 1.
+    - `by`: the auditor, with which it is compared: "grade", or the name of another term whose weight is 0.
     - `tolerance`: the accepted root mean square distance to the auditor, as `etude judge calibrate` measures it; None
       for "grade".
     - `on_drift`: what the run does at an alarm.
 
-    Raises `ValueError` for a term that audits itself, for an audit by the grade with a `tolerance`, and for any other
-    audit without one."""
+    Raises `ValueError` for a term that audits itself, for a `tolerance` if `by` is "grade", and for a missing
+    `tolerance` otherwise."""
 
     term: str
     by: str
@@ -82,8 +82,10 @@ class AuditConfig:
 
 
 class AuditState(msgspec.Struct, kw_only=True):
-    """The state of one audit, which a run stores with its step: the capital of each bet, and the group means of earlier
-    steps, among which new ones are ranked.
+    """The state of one audit, which a run stores after each step.
+
+    `distance`, `rise`, `fall`: the capital of each bet of the test (`etude.rewards.drift`). `past_term`, `past_grade`:
+    the group means of earlier steps, with which new ones are compared.
 
     `step`: the last observed step. `raised`: the step of the alarm; None: no alarm."""
 
@@ -100,8 +102,8 @@ class AuditState(msgspec.Struct, kw_only=True):
 class AuditStep(msgspec.Struct, frozen=True, kw_only=True):
     """One audit after one step: the e-value, means over the step's rollouts, and whether the alarm is raised.
 
-    An e-value above 1 / `ALPHA` raises the alarm. Means are None if no rollout had both values. `distance`: root
-    mean square distance of term and auditor (or grade)."""
+    An e-value above 1 / `ALPHA` raises the alarm. `term` and `by` are the means of the term and its auditor; None if no
+    rollout had both values. `distance`: root mean square difference between the two."""
 
     e_value: float
     term: float | None

@@ -52,7 +52,7 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def version(self) -> str:
-        """The version of the formula and its settings, which is stored with each value."""
+        """A text that changes with the formula and its settings. It is stored with each value."""
         return "1"
 
     def cost(self, effort: float) -> float:
@@ -100,8 +100,8 @@ def next_weight(state: Tuned, solved_tokens: Sequence[int], *, target: float, li
     """Adjust a weight for the next step, from the number of sampled tokens of each rollout that solved its task.
 
     The weight rises while solved rollouts take more tokens than `target` on average, and falls while they take fewer,
-    from 0 to `limit`. A target below 1 is a share of their mean in the first step. Without a solved rollout the weight
-    stays.
+    from 0 to `limit`. A target below 1 is a share of the mean in the first step. Without a solved rollout the weight
+    does not change.
 
     >>> next_weight(Tuned(), [300, 100], target=100.0, limit=0.5)
     Tuned(weight=0.1, first_tokens=200.0)

@@ -25,7 +25,7 @@ class NamedTerm:
     """A reward term of a run, with the name under which its values are stored.
 
     `code` is a digest of the term's code and settings, which becomes part of `version`; "" if unknown. `when` is the
-    name of its gate; "" if it has none."""
+    name of the term's gate; "" if it has none."""
 
     name: str
     term: RewardTerm | GroupRewardTerm
@@ -63,7 +63,8 @@ async def measure_group(
 
     A term is measured for a rollout if the term's gate is open (or it has none) and `graded` has no known value of the
     same version. All terms of all rollouts are measured at the same time, except that a term is measured after its
-    gate. If one rollout needs the value of a group term, the term is measured for all rollouts with an open gate.
+    gate. A term that compares the rollouts of a group is measured for all rollouts with an open gate as soon as one of
+    them lacks its value.
 
     Raises `PluginError` for a term that raises, takes longer than `deadline_s` seconds, or returns anything but a
     `Score` whose value is a finite number or None for each rollout."""

@@ -35,7 +35,7 @@ class MalformedCalls(msgspec.Struct, frozen=True):
 
     @property
     def version(self) -> str:
-        """The version of the definition."""
+        """The version of the term's definition."""
         return "1"
 
     async def score(self, rollout: Rollout, graded: Graded) -> Score:
@@ -54,7 +54,7 @@ class RepeatedReads(msgspec.Struct, frozen=True):
 
     @property
     def version(self) -> str:
-        """The version of the definition."""
+        """The version of the term's definition."""
         return "1"
 
     async def score(self, rollout: Rollout, graded: Graded) -> Score:
@@ -75,15 +75,15 @@ class RevertedEdits(msgspec.Struct, frozen=True):
     """A reward term: minus the number of edits that restore what an earlier edit replaced. ``{fault}`` is the path of
     the file.
 
-    An edit is a call with a path and a line and text, a path and the whole content, or a path, an old and a new text,
-    whatever the tool is called."""
+    An edit is a call with a path and one of these: a line and its text; the whole content; an old and a new text. The
+    name of the tool does not matter."""
 
     gives_hints: ClassVar[bool] = True
     hint: str = "Do not take back your earlier edit of this file: {fault}"
 
     @property
     def version(self) -> str:
-        """The version of the definition."""
+        """The version of the term's definition."""
         return "1"
 
     async def score(self, rollout: Rollout, graded: Graded) -> Score:
@@ -106,7 +106,7 @@ class RevertedEdits(msgspec.Struct, frozen=True):
 
 
 class NoTestsRun(msgspec.Struct, frozen=True):
-    """A reward term: −1 if no call of the rollout ran tests, else 0. The fault is at the last turn.
+    """A reward term: −1 if no call of the rollout ran tests, else 0. The hint is given at the last turn.
 
     `pattern`: a regular expression for calls that run tests, searched in the name and arguments of each call. Raises
     `ConfigError` if it is not a regular expression."""
@@ -124,7 +124,7 @@ class NoTestsRun(msgspec.Struct, frozen=True):
 
     @property
     def version(self) -> str:
-        """The version of the definition."""
+        """The version of the term's definition."""
         return "1"
 
     async def score(self, rollout: Rollout, graded: Graded) -> Score:

@@ -46,7 +46,8 @@ _OUTPUT_CHARS = 10_000  # of a tool's output in the trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """A request as it arrived: its content, and the fields by which a repetition of an earlier request is recognised.
+    """A request of an agent program: its content, and the fields by which a repetition of an earlier request is
+    recognised.
 
     `retry`: the client says that it is a retry. `idempotency_key`: the same for all attempts of one request; "" for
     none."""
@@ -64,7 +65,7 @@ class Asked:
     - `head`: id, model and time, the same in all responses.
     - `answers`: the asyncio task that samples the answers.
     - `num_clients`: the connections that wait for the answers now.
-    - `delivered`: one connection has got the whole answer."""
+    - `delivered`: whether one connection has received the complete answer."""
 
     key: bytes
     head: ResponseHead
@@ -75,7 +76,7 @@ class Asked:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A recorded turn with those properties of its request that tell whether it was a side call.
+    """A recorded turn, with the properties of its request by which a side call is recognised.
 
     `max_tokens` is the client's limit of the answer (None: no limit), `tools` says whether it sent tools, and `first`
     is a digest of the first message. `shortened` is the conversation as the model got it."""
@@ -89,8 +90,7 @@ class Call:
 
 
 class Attribution:
-    """The model requests of one rollout. `ask` finds or samples the answers. `finish` decides which turns were side
-    calls.
+    """The model requests of one rollout. `ask` returns the answers, and `finish` decides which turns were side calls.
 
     A side call is a request outside of the conversation, such as for a title. It is not trained on. Requests are side
     calls if their model name, or a system message, matches one of the patterns `side` (as in `fnmatch`). `log` is
@@ -113,7 +113,7 @@ class Attribution:
         self._summaries = Summaries(episode.tree, episode.chat, limits, trigger=trigger) if limits else None
 
     def ask(self, asking: Asking) -> Asked:
-        """Return the earlier request that this one repeats, or begin to sample its answers.
+        """Accept a request and begin to sample its answers. If it repeats an earlier request, return that one instead.
 
         Raises `EpisodeEnded` when the rollout has ended or has used `max_requests`, and `TooManyRequests`."""
         self.num_requests += 1
@@ -192,6 +192,7 @@ class Attribution:
             signatures=episode.chat.signatures(chat.tools),
             stop=chat.stop,
             prompt_ids=node.prompt_context(),
+            sampling=node.sampling,
             reply=turn.reply,
             summaries=SummaryUse.of(shortened),
             cut=turn.cut,
@@ -254,7 +255,8 @@ class TooManyRequests(Exception):
 class EpisodeWriter:
     """Samples summaries as turns of an episode (`etude.capture.summaries.Writer`).
 
-    `tools` are the request's. `path` is the file in the machine that gets the messages before a summary."""
+    `tools` are the tools of the request. `path` is the file in the machine to which the messages before a summary are
+    written."""
 
     episode: Episode
     tools: Sequence[dict[str, Any]]
@@ -275,7 +277,7 @@ class EpisodeWriter:
         return await self.episode.num_tokens(messages, tools=self.tools)
 
     async def ask(self, messages: list[Message], attempt: int) -> tuple[Node, Reply]:
-        """Sample a summary and return (its node, the parsed completion). Raises what `Episode.ask` raises."""
+        """Sample a summary and return (its node, the parsed completion). Raises the errors of `Episode.ask`."""
         limit = self.episode.limits.summary_tokens
         asked = list(messages)
         turn = await self.episode.ask(asked, tools=self.tools, kind=TurnKind.SUMMARY, max_tokens=limit)
@@ -283,7 +285,10 @@ class EpisodeWriter:
         return turn.node, turn.reply
 
     async def carry(self, summary: str, number: int, covered: Sequence[Message]) -> Carried:
-        """Write the file of earlier messages, and return what the conversation keeps. Raises `MachineError`."""
+        """Write the file of earlier messages, and return the summary and the numbers with which the conversation
+        continues.
+
+        Raises `MachineError` if the machine has failed."""
         path = await write_history(self.episode, covered, self.path)
         return Carried(summary, number, max(0, self._turns_left), path)
 

@@ -105,8 +105,8 @@ class CommandProgram:
     async def run(self, episode: Episode) -> None:
         """Run the program on an episode until it ends. Sets the episode's ending or failure, and its log.
 
-        Raises `ConfigError` for a program that cannot be started, and for a machine that lacks what the program
-        needs."""
+        Raises `ConfigError` for a program that cannot be started, and for a machine without the programs that it needs.
+        """
         log, limit_s = OutputBuffer(self.log_bytes), episode.limits.rollout_deadline_s
 
         def note(line: str) -> None:

@@ -105,7 +105,8 @@ def supervise(stream: socket.socket, output: int) -> None:
 
 
 def read_order(stream: socket.socket) -> dict[str, Any] | None:
-    """Read an order, the JSON line that says what to run (see the module). None if the parent has closed the stream."""
+    """Read an order, the JSON line that describes the program to run (see the module). Returns None if the parent has
+    closed the stream."""
     data = bytearray()
     while not data.endswith(b"\n"):
         part = stream.recv(1 << 16)

@@ -38,7 +38,7 @@ def call(what: str, **order: object) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the program with the arguments of the command line."""
+    """Run this client with the arguments of the command line."""
     words = sys.argv[1:]
     if interactive := words[:1] == ["-i"]:
         words = words[1:]

@@ -216,7 +216,7 @@ class UrlPolicy:
         if status in _AGAIN:
             facts, hint = f"tried for {PATIENCE_S:g} s: {text}", "try again later, or look at the server's rate limits"
             return EngineError(f"{self.endpoint.url} still answers with status {status}", facts, hint=hint)
-        hint = "correct what the server's message names"
+        hint = "correct the setting that the server's message names"
         if status in (401, 403):
             variable = self.endpoint.key_variable
             hint = (

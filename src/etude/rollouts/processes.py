@@ -63,7 +63,7 @@ class Launcher:
         """Start a program in the folder `cwd` with the environment `env`.
 
         With `fork` it runs in a fork of the launcher's interpreter, and ``argv[0]`` is ignored. Its output is kept up
-        to `log_bytes`. Raises what `start` raises."""
+        to `log_bytes`. Raises the errors of `start`."""
         ours, theirs = socket.socketpair()
         reading, writing = os.pipe2(os.O_CLOEXEC)
         try:
@@ -176,7 +176,9 @@ class Program:
         except TimeoutError:
             facts = f"{END_S:g} s after SIGKILL it still runs"
             raise MachineError(
-                "an agent program does not end", facts, hint="it probably hangs in the kernel: see dmesg"
+                "an agent program does not end",
+                facts,
+                hint="see the kernel log (dmesg): the program probably hangs in the kernel",
             ) from None
         finally:
             self._ended.cancel()

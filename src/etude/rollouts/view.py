@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from etude.records.rollout import Trace
 from etude.records.sample import Sample
-from etude.records.view import Trained, TurnView
-from etude.records.wire import I32
+from etude.records.view import Trained, TurnTokens, TurnView
+from etude.records.wire import F32, I32
 
 _REPLY_BEGINS = re.compile(r"\n?\[(\w+)\][ \n]?(assistant|model)?\s*$")  # as templates begin the model's message
 
@@ -24,10 +25,65 @@ class ReadableChat(Protocol):
         ...
 
 
+class TokenChat(Protocol):
+    """A chat format that shows single tokens as text. `etude.harness.ChatFormat` is one."""
+
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """Return tokens as text, special tokens too with `special`."""
+        ...
+
+
+def turn_tokens(
+    trace: Trace, chat: TokenChat, turn: int, samples: Sequence[tuple[int, Sample]] = (), *, start: int, stop: int
+) -> TurnTokens:
+    """Return the sampled tokens [start, stop) of a turn, with what a step trained of them.
+
+    `samples`: pairs (number of the last turn of the path, sample). Limits beyond the turn's tokens are cut."""
+    done = trace.turns[turn].completion
+    num = len(done.token_ids)
+    start, stop = max(0, min(start, num)), max(0, min(stop, num))
+    trained, given = np.zeros(num, bool), np.zeros(num, np.float32)  # [T] of the turn's completion
+    for leaf, sample in samples:
+        own = _of_turn(trace, leaf, sample, turn)
+        if own is not None:
+            mask, advantages = own
+            given = np.where(mask, advantages, given)
+            trained |= mask
+    steps = [span.version.step for span in done.spans for _ in range(span.num_tokens)]
+    steps_or_none: list[int | None] = [*steps[:num], *[None] * (num - len(steps))]
+    part = slice(start, stop)
+    return TurnTokens(
+        turn=turn,
+        start=start,
+        num_tokens=num,
+        texts=tuple(chat.decode([token], special=True) for token in done.token_ids[part].tolist()),
+        logprobs=tuple(done.logprobs[part].tolist()),
+        steps=tuple(steps_or_none[part]),
+        trained=tuple(trained[part].tolist()),
+        advantages=tuple(
+            value if is_trained else None
+            for value, is_trained in zip(given[part].tolist(), trained[part].tolist(), strict=True)
+        ),
+    )
+
+
+def _of_turn(trace: Trace, leaf: int, sample: Sample, turn: int) -> tuple[NDArray[np.bool_], F32] | None:
+    """Return mask and advantages, [T], of the completion of a turn in a sample; None if its path lacks the turn."""
+    mask, end = sample.path.mask, 0
+    given = np.zeros(len(mask), np.float32)
+    given[mask] = sample.advantages
+    for at in trace.chain(leaf):
+        begin = end + len(trace.turns[at].prompt_ids)
+        end = begin + len(trace.turns[at].completion.token_ids)
+        if at == turn:
+            return mask[begin:end], given[begin:end]
+    return None
+
+
 def view_turns(
     trace: Trace, chat: ReadableChat, samples: Sequence[tuple[int, Sample]] = (), *, first_row: int = 0
 ) -> tuple[TurnView, ...]:
-    """Return the turns of a trace as text, with what a step trained of them.
+    """Return the turns of a trace as text, with the tokens and advantages that a step trained on.
 
     `samples`: pairs (number of the last turn of the path, sample), in the order of the batch. `first_row`: the position
     of the first sample in the batch."""

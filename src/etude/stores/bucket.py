@@ -52,8 +52,9 @@ class _Part:
 class BucketStore:
     """A `BlobStore` in a bucket, at a URL such as ``s3://bucket/prefix``.
 
-    Thread-safe. It can be pickled: a copy has no connections and no credentials, and each process reads its own
-    environment. Raises `StoreError` if the URL is invalid or obstore is not installed, `ValueError` for invalid limits.
+    Thread-safe. It can be pickled: the copy contains no connections and no credentials; a process that loads it reads
+    the credentials from its own environment. Raises `StoreError` if the URL is invalid or obstore is not installed,
+    `ValueError` for invalid limits.
 
     - `deadline_s`: seconds after which no further attempt of a request starts.
     - `silence_s`: the longest wait for the next bytes of a response, in seconds.

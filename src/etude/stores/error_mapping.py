@@ -30,7 +30,8 @@ class WrongLength(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """A request that failed for another reason than a missing object, a condition or a range. `classify` makes one.
+    """The description of a failed request, for failures other than `NotFound`, `ConditionFailed` and `RangeBeyondEnd`.
+    `classify` makes one.
 
     - `facts`, `hint`: the texts of the `StoreError` to raise.
     - `retryable`: another attempt can succeed.
@@ -118,7 +119,7 @@ def classify(error: Exception, scheme: str) -> Outcome:
 
 
 def unexpected(outcome: NotFound | ConditionFailed | RangeBeyondEnd) -> Failure:
-    """Return the failure for an outcome that makes no sense for the request that was sent."""
+    """Return the failure for an outcome that the request that was sent cannot have, such as `NotFound` for a write."""
     text = {NotFound: "not found", ConditionFailed: "a condition failed", RangeBeyondEnd: "no such range"}[
         type(outcome)
     ]

@@ -75,7 +75,9 @@ class HttpStore:
         except (ValueError, RecursionError):
             pass
         raise StoreError(
-            f"{what} at {self.url}", "the response is no list of keys", hint="check that this is an etude weights relay"
+            f"{what} at {self.url}",
+            "the response is not a list of keys",
+            hint="check that this is an etude weights relay",
         )
 
     def put(self, key: str, data: bytes) -> None:

@@ -56,7 +56,7 @@ def is_prefix(prefix: str) -> bool:
 
 
 def is_key(key: str) -> bool:
-    """Return whether the key is valid by the rules in `check_key`, which raises an error instead."""
+    """Return whether a key is valid by the rules in `check_key`. `check_key` raises an error instead."""
     return len(key) <= MAX_KEY_CHARACTERS and all(
         len(part) <= MAX_PART_CHARACTERS and _PART.fullmatch(part) for part in key.split("/")
     )

@@ -44,7 +44,8 @@ class Limits:
     - `max_requests`: the most requests in flight at once.
     - `part_bytes`: the largest body of one request.
 
-    The slowest usable link has `part_bytes` / `attempt_s`, by default 70 kB/s. Raises `ValueError` for invalid limits.
+    The network must transfer at least `part_bytes` / `attempt_s`, by default 70 kB/s. Raises `ValueError` for invalid
+    limits.
     """
 
     deadline_s: float = 20.0
@@ -62,8 +63,8 @@ class Limits:
 class Transport:
     """Runs obstore calls against one bucket, with retries and a limit of requests in flight. Thread-safe.
 
-    It has three obstore clients to make the calls with. `quick` is for calls that get bytes, `slow` for uploads (which
-    count as silence to the client), and `in_parts` for multipart uploads."""
+    It has three obstore clients to make the calls with. `quick` is for calls that get bytes, `slow` for uploads (during
+    which the client receives nothing), and `in_parts` for multipart uploads."""
 
     def __init__(self, location: BucketLocation, limits: Limits) -> None:
         self.location, self.limits = location, limits

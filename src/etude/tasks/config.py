@@ -32,8 +32,10 @@ class TasksConfig:
 class CorpusConfig:
     """The settings of the mid-training corpus; the defaults give about 1.8 M tokens with a vocabulary of 768.
 
-    `right_body` is the fraction of demonstrated edits that are correct. `library_chars` limits the characters of
-    standard-library text. `sources` are plug-ins with more documents (`tasks.corpus.CorpusSource`)."""
+    - `num_demonstrations`: the number of scripted rollouts. `right_body`: the share of their edits that are correct.
+    - `num_code_documents`: the number of generated Python modules.
+    - `library_chars`: the most characters from Python's standard library.
+    - `sources`: plug-ins that add documents (`tasks.corpus.CorpusSource`)."""
 
     num_demonstrations: int = ranged(13_000, low=0)
     right_body: float = ranged(0.6, low=0.0, high=1.0)  # fraction of demonstrated edits that are correct

@@ -65,9 +65,9 @@ def library_documents(
 ) -> Iterator[str]:
     """Yield pieces of Python standard-library modules, with at most `budget_chars` characters in total.
 
-    A piece is cut between lines and has at most `piece_chars` characters. Each module gives at most ten pieces, so that
-    many modules are used; only ASCII modules are used. The same interpreter and seed give the same documents. `root` is
-    a folder to use in place of the standard library. Raises `TaskError` if it has no Python source."""
+    A piece consists of complete lines and has at most `piece_chars` characters. At most ten pieces are from one module,
+    so that many modules are used; only ASCII modules are used. The same interpreter and seed give the same documents.
+    `root` is a folder to use in place of the standard library. Raises `TaskError` if it has no Python source."""
     folder = root or Path(os.__file__).parent
     paths = sorted(folder.glob("*.py"))
     random.Random(f"library {seed}").shuffle(paths)
@@ -88,8 +88,8 @@ def library_documents(
 def unused_library(num_chars: int) -> str:
     """Return text of the standard library, at most `num_chars` characters, that `library_documents` never yields.
 
-    It serves to measure a loss on unseen text. It takes one piece from each module with more than `USED_PIECES` pieces:
-    the first piece after these. The same interpreter gives the same text.
+    It is for measuring a loss on unseen text. From each module with more than `USED_PIECES` pieces, the first piece
+    after these is taken. The same interpreter gives the same text.
 
     >>> text = unused_library(16_384)
     >>> len(text) > 12_000, any(piece in text for piece in library_documents(budget_chars=10**9, seed=0))

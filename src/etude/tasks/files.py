@@ -161,7 +161,7 @@ class DirectorySource:
         if kind is Kind.CHECK and not (module and function):
             raise TaskError(
                 f"{folder / 'task.toml'}: entry_point = {toml.entry_point!r} is invalid",
-                "answer/check.py needs a function to check",
+                "answer/check.py needs the name of the function that it checks",
                 hint='write entry_point = "module:function", the function to grade',
             )
         files = self._read_files(folder, toml.base)

@@ -24,7 +24,7 @@ R = TypeVar("R", HiddenTests, Verifier)
 
 
 class Kind(enum.StrEnum):
-    """How a task is graded; the value is the name of the file in ``answer/`` that defines it."""
+    """How a task is graded. The value is the name of the file in ``answer/`` that defines the grading."""
 
     CASES = "cases.json"
     CHECK = "check.py"
@@ -33,7 +33,8 @@ class Kind(enum.StrEnum):
 
     @property
     def trust(self) -> Trust:
-        """How far a grade can be trusted: DATA if the host compares plain data, CODE if code decides."""
+        """How far a grade can be trusted: DATA if the host compares plain data, CODE if test code that runs with the
+        agent's code computes it."""
         return Trust.DATA if self is Kind.CASES else Trust.CODE
 
 
@@ -42,7 +43,7 @@ _FOLDERS = {Kind.TESTS: "hidden", Kind.VERIFIER: "verifier"}
 
 
 def kind_of(folder: Path) -> Kind:
-    """Return how the task in a folder is graded. Raises `TaskError` unless it has exactly one hidden answer."""
+    """Return how the task in a folder is graded. Raises `TaskError` if it has no hidden answer or several."""
     refuse_link(folder / "answer")
     found = [kind for kind in Kind if (folder / "answer" / kind).is_file()]
     if len(found) != 1:
@@ -95,7 +96,10 @@ def _tests(hidden: Path) -> HiddenTests:
 def _verifier(hidden: Path) -> Verifier:
     verifier = _record(hidden, Kind.VERIFIER, Verifier)
     if not verifier.argv:
-        raise TaskError(f"{hidden / Kind.VERIFIER}: argv is empty", hint="give the command that grades")
+        raise TaskError(
+            f"{hidden / Kind.VERIFIER}: argv is empty",
+            hint="give the command that grades a solution, as a list of words",
+        )
     return verifier
 
 

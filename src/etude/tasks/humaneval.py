@@ -56,7 +56,7 @@ class HumanEvalSource:
         for place, raw in read_lines(self.path, "HumanEval-style lines", max_bytes=MAX_BYTES):
             line = _parse(raw, place)
             if line.prompt in seen:
-                raise TaskError(place, "another line has the same prompt", hint="remove one")
+                raise TaskError(place, "another line has the same prompt", hint="remove one of the two lines")
             seen.add(line.prompt)
             self._lines[split_of(line.prompt)].append(line)
         if not seen:

@@ -59,7 +59,8 @@ class MutationResult:
 
     @property
     def survival(self) -> float:
-        """Share of the graded mutants that scored 1; 0.0 if none was graded."""
+        """The share of the graded mutants that scored 1, which means that the tests did not notice their error; 0.0 if
+        none was graded."""
         graded = self.num_mutants - self.num_ungraded
         return len(self.survivors) / graded if graded else 0.0
 
@@ -87,9 +88,9 @@ async def run_mutants(
     """Grade `num_mutants` mutants of each task's reference solution, and the reference itself `repeats` times.
 
     `n`, `deadline_s` and `export` are those of `check`. `concurrency` limits the gradings at once. After the time
-    `until` (of `time.monotonic`) no further task is started, and such tasks have no result. Results in `journal` are
-    reused, and new ones are added to it. `on_result` is called after each task. The choice of mutants is deterministic.
-    A mutant whose command fails scores 0. Raises `TaskError` if the split has no task."""
+    `until` (of `time.monotonic`) no further task is started; tasks that were not started have no result. Results in
+    `journal` are reused, and new ones are added to it. `on_result` is called after each task. The choice of mutants is
+    deterministic. A mutant whose command fails scores 0. Raises `TaskError` if the split has no task."""
     count = num_tasks(source, source.size(split), n, split)
     runner = _MutantRunner(grader, num_mutants, repeats, asyncio.Semaphore(concurrency), deadline_s, export)
 

@@ -34,8 +34,8 @@ class Failure:
 class Proof:
     """The result of `check` for one split of a source.
 
-    `num_tasks` counts the tasks that were checked, `failures` has those that are not valid, `wall_s` are the seconds it
-    took."""
+    `num_tasks`: the number of checked tasks. `failures`: the tasks that are not valid. `wall_s`: the duration in
+    seconds."""
 
     source: str
     split: Split
@@ -51,8 +51,8 @@ class Proof:
     def require(self, place: str = "", *, listed: bool = False) -> None:
         """Raise `TaskError` unless every task is valid.
 
-        The error describes the first failure, unless `listed` says that all were printed already. `place` is the source
-        in the message; "" stands for its name."""
+        The error describes the first failure, unless `listed` is True, which means that all failures were printed
+        already. `place` names the source in the message; "" stands for `source`."""
         if self.failures:
             first, place = self.failures[0], place or self.source
             raise TaskError(
@@ -103,7 +103,7 @@ async def check(
 
 
 async def fault(grader: Grader, task: Task, answer: Answer, deadline_s: float, export: Export | None = None) -> str:
-    """Return why a task is not valid; "" if it is.
+    """Return the reason why a task is not valid; "" if it is valid.
 
     Grades the reference solution and the unmodified task, each for at most `deadline_s` seconds. `export` runs a
     solution that is a command; None: such a task cannot be validated."""
@@ -132,7 +132,7 @@ async def fault(grader: Grader, task: Task, answer: Answer, deadline_s: float, e
 async def exported(
     task: Task, files: Mapping[str, str], argv: Sequence[str], export: Export | None
 ) -> Mapping[str, str | bytes]:
-    """Return the files that a solution would hand in: it writes `files` and runs the command `argv`.
+    """Return the files that would be graded for a solution that writes `files` and runs the command `argv`.
 
     A machine is used, through `export`, only if the command or the state of the machine matters. Raises `TaskError` if
     it fails."""

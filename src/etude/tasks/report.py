@@ -23,9 +23,10 @@ WEAK_SHARE = 0.25
 class TaskReport:
     """The results of all checks of one task.
 
-    `folder` is the folder of the task, if each task has one. `failure` says why the task is not valid; "" if it is.
-    `survivors` are mutants of the reference that scored 1, and `num_ungraded` mutants could not be graded. `rewards`
-    are the rewards of the reference, which is graded several times. `leaks` are places that contain the answer."""
+    `folder` is the folder of the task, if each task has one. `failure`: the reason why the task is not valid; "" if it
+    is valid. `survivors` are mutants of the reference that scored 1, and `num_ungraded` mutants could not be graded.
+    `rewards` are the rewards of the reference, which is graded several times. `leaks` are places that contain the
+    answer."""
 
     split: Split
     index: int
@@ -40,13 +41,14 @@ class TaskReport:
 
     @property
     def survival(self) -> float:
-        """Share of the graded mutants that scored 1; 0.0 if none was graded."""
+        """The share of the graded mutants that scored 1, which means that the tests did not notice their error; 0.0 if
+        none was graded."""
         graded = self.num_mutants - self.num_ungraded
         return len(self.survivors) / graded if graded else 0.0
 
     @property
     def weaknesses(self) -> tuple[str, ...]:
-        """Weaknesses of the task, each in a few words."""
+        """The weaknesses that the checks found in the task, each in a few words."""
         flaky = len(set(self.rewards)) > 1
         found = (
             (bool(self.failure), "not valid"),

@@ -20,7 +20,8 @@ SHARES = 10
 
 
 def row_at(rows: Sequence[T], split: Split, index: int, source: object) -> T:
-    """Return row `index` of the rows of a split. Raises `TaskError` that names `source` if there is none."""
+    """Return `rows[index]`, where `rows` are the rows of a split. Raises `TaskError`, which names `source`, if there is
+    no such row."""
     if not 0 <= index < len(rows):
         facts = f"{source} has {len(rows)} in that split"
         raise TaskError(f"no task {index} in {split}", facts, hint="indices start at 0")

@@ -219,7 +219,11 @@ def exact_names(names: Sequence[str], files: Mapping[str, str], of: str) -> tupl
     runners = set(made.values())
     if len(runners) != 1:
         facts = "it has no test names" if not runners else "some are for pytest, some for unittest"
-        raise TaskError(f"{of}: its tests need exactly one runner", facts, hint="use one form for all names")
+        raise TaskError(
+            f"{of}: its tests need exactly one runner",
+            facts,
+            hint="write all names in the form of pytest, or all in that of unittest",
+        )
     return runners.pop(), tuple(made)
 
 

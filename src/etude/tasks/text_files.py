@@ -25,8 +25,8 @@ MAX_FILE_BYTES = 1 << 20
 def read_tree(root: Path, owner: Path | str, *, may_be_empty: bool = False) -> dict[str, str]:
     """Read all files below `root`; return their texts by relative POSIX path.
 
-    `owner` is the folder that errors name. Raises `TaskError` for links, large files and text that is not UTF-8, and
-    unless `may_be_empty` if there is no file."""
+    `owner` is the folder that errors name. Raises `TaskError` for links, for large files, for text that is not UTF-8,
+    and for a folder without files unless `may_be_empty`."""
     if not root.is_dir() or root.is_symlink():
         raise TaskError(f"{owner} has no {root.name}/", hint=f"put at least one file into {root}")
     texts: dict[str, str] = {}

@@ -21,7 +21,7 @@ DEFAULT_TASKS = 100
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The reward of graded files and its reason; the reward is None if grading failed."""
+    """The reward of graded files and the reason for it; the reward is None if grading failed."""
 
     reward: float | None  # None: not graded
     reason: str

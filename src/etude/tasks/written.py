@@ -129,7 +129,7 @@ class _Generated:
 
 
 class FollowingSource(_Generated):
-    """Tasks to write a text that keeps three to five exact rules.
+    """A source of tasks to write a text that follows three to five exact rules.
 
     >>> print(FollowingSource(0).task(Split.HELDOUT, 0).instruction.splitlines()[0])
     Write text.txt: words in lower case, with single spaces between them. Rules:
@@ -181,7 +181,7 @@ class FollowingSource(_Generated):
 
 
 class InterruptionSource(_Generated):
-    """Tasks to copy words between files, in which the user changes the task after the first turn.
+    """A source of tasks to copy words between files. The user changes the task after the first turn.
 
     >>> InterruptionSource(0).task(Split.HELDOUT, 0).exports
     ('a.txt', 'b.txt', 'status.txt')

@@ -103,7 +103,7 @@ class PolicyLossContract(Contract):
     The interface is `etude.training.losses.PolicyLossFunction`."""
 
     def loss(self, tokens: SampledTokens) -> PolicyLoss:
-        """Return what the loss computes for these tokens, checked as in the learner."""
+        """Compute the loss of these tokens, and check the result as the learner does."""
         from etude.training.learner_plugins import call_loss
 
         return call_loss(self.name, self.make(), tokens)
@@ -170,7 +170,7 @@ class CorrectionContract(Contract):
     The interface is `etude.training.corrections.Correction`."""
 
     def weights(self, tokens: SampledTokens) -> Corrected:
-        """Return what the correction computes for these tokens, checked as in the learner."""
+        """Compute the correction for these tokens, and check the result as the learner does."""
         from etude.training.learner_plugins import call_correction
 
         log_ratio_R = tokens.logprobs_R.detach() - tokens.sampler_logprobs_R

@@ -32,7 +32,7 @@ class ScriptedEngine:
 
     Every token has log-probability -0.5. Its route in each of `num_layers` layers is the expert ``position % 4``,
     `top_k` times. A list is cut after a stop token and at `max_tokens`. When all lists are used, a request raises
-    `EngineError`. `step` is that of its weights. `requests` lists the served requests."""
+    `EngineError`. `step` is the version step of its weights. `requests` lists the served requests."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ScriptedEngine:
     async def generate(self, request: CompletionRequest) -> Completion:
         if len(request.prompt_ids) + request.sampling.max_tokens > self.context_tokens:
             raise ContextFull(
-                f"{request.request_id} needs more than {self.context_tokens} tokens", hint="request fewer"
+                f"{request.request_id} needs more than {self.context_tokens} tokens", hint="request fewer tokens"
             )
         self._waiting += 1
         try:
@@ -67,7 +67,7 @@ class ScriptedEngine:
             self._waiting -= 1
         step = self.version.step
         if step < request.min_step or request.pin_step not in (None, step):
-            raise EngineBehind(f"{self.name} has step {step}", hint="use another engine, or adopt")
+            raise EngineBehind(f"{self.name} has step {step}", hint="use another engine, or call `adopt`")
         tokens = next(self._answers, None)
         if tokens is None:
             raise EngineError(f"{self.name} has no answer left", hint="give one token list for every request")
@@ -165,7 +165,8 @@ class StreamingPolicy(EnginePolicy):
 class FakeLearner:
     """A fake `Learner` without a model, which begins at `step`.
 
-    Every optimizer step makes a new version. `batches` and `published` list what it was given and what it published."""
+    Every optimizer step makes a new version. `batches` lists the batches that it got, and `published` the results of
+    its publishes."""
 
     def __init__(self, step: int = 0) -> None:
         self.step, self.batches, self.published = step, list[Batch](), list[Published]()

@@ -31,7 +31,9 @@ class ListSource:
 
     def task(self, split: Split, index: int) -> Task:
         if not 0 <= index < len(self._pairs[split]):
-            raise TaskError(f"no task {index} in {split}", hint=f"there are {len(self._pairs[split])}")
+            raise TaskError(
+                f"no task {index} in {split}", hint=f"give an index from 0 to {len(self._pairs[split]) - 1}"
+            )
         return self._pairs[split][index][0]
 
     def answer(self, task: Task) -> Answer:
@@ -90,8 +92,8 @@ for module, function, args in CASES:
 class FakeRunProcesses:
     """A fake of a run's workers and graders, in this process.
 
-    A rollout takes `takes_s(spec)` seconds and is `play(spec)`; a grade is `judge(rollout)`. `config` is the config of
-    a run, and `max_running` the `Limit` of concurrent rollouts."""
+    A rollout takes `takes_s(spec)` seconds, and its result is `play(spec)`. Its grade is `judge(rollout)`. `config` is
+    the config of a run, and `max_running` the `Limit` of concurrent rollouts."""
 
     def __init__(
         self,

@@ -44,8 +44,8 @@ Report = Callable[[Plugin, PluginError], None]
 
 
 class TrackerProcess:
-    """The process of one tracker, as the conductor (the main process of a run) uses it. No method but `finish` and
-    `join` waits for the process.
+    """The process of one tracker, as the conductor (the main process of a run) uses it. Only the methods `finish` and
+    `join` wait for the process.
 
     It starts when the object is created. `report` is called with the plug-in and an error for each failure of the
     tracker. `logs` is the folder of its log file."""

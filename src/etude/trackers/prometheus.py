@@ -68,7 +68,8 @@ class Prometheus:
         self._thread.join()
 
     def collect(self) -> Iterator[Any]:
-        """Yield one gauge per metric. prometheus_client calls this at every scrape."""
+        """Yield one gauge per metric. The library prometheus_client calls this whenever Prometheus reads the
+        metrics."""
         with self._lock:
             values = {name: dict(samples) for name, samples in self._values.items()}
         for name, samples in values.items():

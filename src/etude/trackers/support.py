@@ -68,7 +68,8 @@ def by_part(values: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 
 def without_secrets(config: Any, name: str = "") -> Any:
-    """Return a copy of a config, which is plain data, with its secrets replaced by ``***``. `name` is its own key.
+    """Return a copy of a config, which is plain data, with its secrets replaced by ``***``. `name` is the key of
+    `config` in the mapping that contains it.
 
     Secrets are strings under a key whose name ends in "password", "token", "api_key" and the like, the password of a
     URL, ``password=...`` within a string, and the value after an option such as "--api-key" in a list of arguments.

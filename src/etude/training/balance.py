@@ -51,19 +51,19 @@ class ExpertBalancer:
         )
 
     def count(self, live_NLK: torch.Tensor) -> None:
-        """Add the routers' own choices in one forward pass to the loads."""
+        """Add the routers' own choices in one forward pass to the loads. `live_NLK`: the chosen experts, integers."""
         if self._biases:
             self.load_LE += expert_loads(live_NLK, self._num_experts)
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the biases in place and reset the counts."""
+        """Update the router biases in place, and reset the counted loads to 0."""
         for bias_E, load_E in zip(self._biases, self.load_LE, strict=True):
             bias_E.copy_(balance_bias_update(bias_E, load_E, speed=self._speed))
         self.clear()
 
     def clear(self) -> None:
-        """Reset the counts."""
+        """Reset the counted loads to 0, without an update."""
         self.load_LE.zero_()
 
 

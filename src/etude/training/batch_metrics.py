@@ -20,10 +20,10 @@ class BatchMetrics:
 
     - `num_tokens`: tokens of all paths (a path is the token sequence of one sample). `num_forwarded`: tokens that the
       model computed; a token that several paths share counts once.
-    - `balance`: the load-balancing loss, weighted by `num_tokens`.
+    - `balance`: the load-balancing loss, summed with each pass's `num_tokens` as weight.
     - `num_routed`: (token, layer) pairs with replayed experts. `num_slots`: number of experts in these pairs.
       `num_replaced`: how many of these experts were implausible and replaced. `num_flipped`: number of pairs in which
-      the router itself chose other experts.
+      the router would have chosen other experts.
     - `num_replayed`: tokens with replayed experts.
     - `live`: log-ratios of a few tokens, computed without replay.
     - `fresh`: the largest |ratio - 1| of each forward pass over tokens that the current weights sampled."""
@@ -57,7 +57,7 @@ class BatchMetrics:
     ) -> None:
         """Add the metrics of one forward pass with R rows (tokens with loss).
 
-        `rows`: its input. `done`: its results. `policy`, `corrected`: the loss and the importance weights.
+        `rows`: the input of the pass. `done`: its results. `policy`, `corrected`: the loss and the importance weights.
         `log_ratio_R`: log-probability of the learner minus that of the sampler, [R]. `entropy_R`: in nats, [R]. `loss`:
         the scalar that was differentiated. `fresh`: the largest |ratio - 1| of tokens that the current weights sampled;
         None without such tokens."""

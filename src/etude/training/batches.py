@@ -25,8 +25,9 @@ def plan_batches(
 ) -> list[Spans]:
     """Plan the batches of a training run until they hold `num_tokens`; None: every document once.
 
-    The corpus is shuffled anew for each epoch, and for each number of a phase. `batch_tokens`: the most tokens in a
-    batch. `document_tokens`: longer documents are split. Raises `TaskError` when no document has a token to predict.
+    The corpus is shuffled again for each epoch and for each phase (`phase` is its number). `batch_tokens`: the most
+    tokens in a batch. `document_tokens`: longer documents are split. Raises `TaskError` when no document has a token to
+    predict.
 
     >>> from etude.training.corpus import Documents
     >>> docs = Documents(tokens=np.arange(9, dtype=np.uint16), offsets=np.array([0, 4, 9]))
@@ -37,7 +38,7 @@ def plan_batches(
     if not len(spans):
         raise TaskError(
             "the corpus has no token to predict",
-            "every document has fewer than two tokens, or is only context",
+            "every document has fewer than two tokens, or no token with loss",
             hint="add documents of at least two tokens, or exchanges with an answer",
         )
     if num_tokens is None:
@@ -58,7 +59,7 @@ def plan_batches(
 def split_documents(documents: TokenizedDocuments, *, document_tokens: int) -> Spans:
     """Split documents into pieces of at most `document_tokens`.
 
-    Pieces without a token to predict are dropped: those of one token, and those that are only context."""
+    Pieces without a token to predict are dropped: they have only one token, or no token with loss."""
     starts, stops = documents.spans.T
     counts = -(-(stops - starts) // document_tokens)
     of = np.repeat(np.arange(len(counts)), counts)  # the document of each piece

@@ -9,13 +9,15 @@ from pathlib import Path
 
 from etude.config import Plugin, ranged
 from etude.models.config import ModelConfig
+from etude.models.config_json import MAX_MTP_HEADS
 from etude.numerics.config import ComputeDtype, Mode, check_device
 
 
 class LiveWeights(enum.StrEnum):
-    """The precision of the weights with which the learner computes. They are stored as float32 tensors in any case.
+    """The precision of the weights with which the learner computes. In both cases the tensors are float32.
 
-    BF16: the optimiser's float32 weights, rounded to bf16; the published weights are exactly these numbers."""
+    F32: the optimiser's float32 weights. BF16: these weights rounded to bf16; the published weights are exactly the
+    rounded numbers."""
 
     BF16 = "bf16"
     F32 = "f32"
@@ -70,6 +72,16 @@ class LoraOn(enum.StrEnum):
     MLP = "mlp"
 
 
+class MtpLoss(enum.StrEnum):
+    """What multi-token prediction heads learn (`training.mtp`). The trunk does not change by it.
+
+    DISTILL: the distribution of the model itself at the next position. TOKENS: the tokens of the text. OFF: nothing."""
+
+    DISTILL = "distill"
+    TOKENS = "tokens"
+    OFF = "off"
+
+
 _BOUNDS: dict[
     CorrectionKind | Plugin, tuple[float, float]
 ] = {  # (low, high) as published; of sequences: for 0.01 nats per token
@@ -95,8 +107,8 @@ class LearnerConfig:
     - `clip_low`, `clip_high`: the range of the ratio in PPO.
     - `budget_tokens`: the most tokens of one forward pass; it limits memory and does not change the results.
     - `replay_routes`: use the experts that engines recorded; None: in native mode only, since in exact mode both sides
-      choose the same experts. Routes more than `replay_max_lag` versions old are not replayed, nor experts whose score
-      is below `replay_plausible` times the score of the last expert that the router would choose.
+      choose the same experts. Not replayed are routes that are more than `replay_max_lag` versions old, and experts
+      whose score is below `replay_plausible` times the lowest score of the experts that the router itself would choose.
     - `balance`: the coefficient of the routers' load-balancing loss. `balance_bias`: the update step of the router
       bias, in model families that have one (their papers use 1e-3).
     - `kl`: the coefficient of the KL to the starting checkpoint (its k2 estimate) in the loss. `experience.kl` puts it
@@ -107,6 +119,7 @@ class LearnerConfig:
     - `ranks`: processes that share the weights and the work. Of these, `expert_parallel` neighbours share the experts,
       and `context_parallel` neighbours share each text.
     - `recompute`: activation checkpointing, which takes less memory and a third more compute.
+    - `mtp`: what MTP heads learn, in models that have them: "distill", "tokens" or "off". With LoRA they do not learn.
     - `lora_rank`: the rank of LoRA adapters; 0: train all weights. `lora_alpha` / rank is the factor of an adapter's
       output. Adapters need 4 to 10 times the lr of all weights."""
 
@@ -137,6 +150,7 @@ class LearnerConfig:
     context_parallel: int = ranged(1, low=1)
     device: str = "auto"  # of weights and computation; each rank of several GPUs has one
     recompute: bool = False
+    mtp: MtpLoss = MtpLoss.DISTILL
     lora_rank: int = ranged(0, low=0, high=4096)
     lora_alpha: float = ranged(32.0, low=1e-3, high=1e6)
     lora_on: LoraOn = LoraOn.ALL
@@ -237,7 +251,8 @@ class LearnerConfig:
 
 
 class LossTokens(enum.StrEnum):
-    """Which tokens of a phase of mid-training have loss. SAID: those that the assistant says in chats."""
+    """Which tokens of a phase of mid-training have loss. ALL: all tokens. SAID: the tokens of the assistant's answers
+    in chats."""
 
     ALL = "all"
     SAID = "said"
@@ -247,16 +262,16 @@ class LossTokens(enum.StrEnum):
 class MidTrainingPhase:
     """A `[[mid_training.phases]]` table. A setting that is None has the value of `[mid_training]`.
 
-    - `name`: of the phase. A corpus with several phases must have one of this name, which is then read.
+    - `name`: the name of the phase. If the corpus has several phases, its phase with this name is read.
     - `corpus`: a folder of `etude corpus build`.
     - `num_tokens`: tokens to train on; None: every document once.
     - `batch_tokens`, `document_tokens`, `warmup_steps`: as in `[mid_training]`.
-    - `lr`: of this phase: warm-up, constant, then linear decay to the share `final_lr` from the share `decay_from` of
-      the phase's steps on; with `decay_from` = 1 it never decays.
-    - `rope_factor`: by how much the context becomes longer than the model's own, with YaRN (arXiv 2309.00071). It stays
-      so in later phases, and the result's config.json has it.
-    - `loss`: "all": all tokens have loss. "said": only what the assistant says in chats (supervised fine-tuning);
-      documents that are no chats are left out."""
+    - `lr`: the learning rate of this phase. After the warm-up it is constant until the share `decay_from` of the
+      phase's steps, and then decays linearly to `final_lr` times `lr`. With `decay_from` = 1 it never decays.
+    - `rope_factor`: the factor by which the context becomes longer than the model's own, with YaRN (arXiv 2309.00071).
+      It also applies to later phases, and is written to the config.json of the result.
+    - `loss`: "all": all tokens have loss. "said": only the assistant's answers in chats have loss (supervised
+      fine-tuning); documents that are not chats are left out."""
 
     name: str
     corpus: Path | None = None
@@ -273,8 +288,10 @@ class MidTrainingPhase:
 
 @dataclass(frozen=True)
 class PhaseSettings:
-    """The settings of one phase of mid-training, with the values of `[mid_training]` filled in. See
-    `MidTrainingPhase`; `rope_factor` includes that of earlier phases, and is 1 without any."""
+    """The settings of one phase of mid-training, with missing ones taken from `[mid_training]`.
+
+    The fields are those of `MidTrainingPhase`. `rope_factor` is the product with the factors of earlier phases; 1 if
+    there is none."""
 
     name: str
     corpus: Path | None
@@ -291,19 +308,26 @@ class PhaseSettings:
 
 @dataclass(frozen=True)
 class MidTrainingConfig:
-    """The `[mid_training]` section of a run's config. Mid-training runs in float32 on the CPU, one rank per core.
+    """The `[mid_training]` section of a run's config.
 
-    - `corpus`: a folder of `etude corpus build`, for a run with a `start`; None: the run's own corpus (`[corpus]`).
-      With `start` and without a corpus, there is no mid-training.
-    - `heldout_documents`: how many different documents of such corpora are never trained on, and give the held-out
-      loss; at most a twentieth of all.
+    Ranks, device, dtype of activations, `budget_tokens`, `recompute`, and the scale and matrices of adapters are those
+    of `[learner]` (`training.mid_training.default_ranks`).
+
+    - `corpus`: a folder of `etude corpus build`, for a run with a starting checkpoint (`start`). None: a run without
+      `start` uses its own corpus (`[corpus]`), and a run with `start` has no mid-training.
+    - `heldout_documents`: how many documents of such corpora are never trained on, so that the held-out loss can be
+      measured on them; at most a twentieth of all.
     - `num_tokens`: tokens to train on; the corpus is repeated and reshuffled as needed.
     - `batch_tokens`: tokens of one optimiser step, over all ranks.
     - `document_tokens`: documents longer than this or than `batch_tokens` are split.
     - `lr`: warm-up, constant, then linear decay to 3 % from 60 % of the steps on.
     - `optimizer`: "muon" learns more from each token and takes more time for a step; the ranks share this extra work.
+    - `lora_rank`: the rank of LoRA adapters of a starting checkpoint, which are merged into the result; 0: train all
+      weights, in float32. Adapters leave the router biases as they are.
     - `balance`: the coefficient of the load-balancing loss. `balance_bias`: the update step of the router bias, in
       model families that have one.
+    - `mtp`: what MTP heads learn: "distill", "tokens" or "off".
+    - `mtp_heads`: how many MTP heads the result has; None: as many as the model. New heads begin with random weights.
     - `eval_every`, `checkpoint_every`: numbers of steps. A killed run loses at most `checkpoint_every` steps.
     - `phases`: parts of mid-training with settings of their own, in order; `num_tokens` is then set in each. Empty: one
       phase."""
@@ -315,16 +339,21 @@ class MidTrainingConfig:
     document_tokens: int = ranged(512, low=2)
     lr: float = ranged(3e-3, low=0.0)
     optimizer: OptimizerKind = OptimizerKind.ADAMW
+    lora_rank: int = ranged(0, low=0, high=4096)
     warmup_steps: int = ranged(20, low=0)
     weight_decay: float = ranged(0.01, low=0.0)
     grad_clip: float = ranged(1.0, low=0.0)
     balance: float = ranged(0.03, low=0.0)
     balance_bias: float = ranged(1e-3, low=0.0)
+    mtp: MtpLoss = MtpLoss.DISTILL
+    mtp_heads: int | None = ranged(None, low=0, high=MAX_MTP_HEADS)
     eval_every: int = ranged(200, low=1)
     checkpoint_every: int = ranged(200, low=1)
     phases: tuple[MidTrainingPhase, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.lora_rank and self.optimizer is OptimizerKind.MUON:
+            raise ValueError(f"mid_training.lora_rank = {self.lora_rank} needs mid_training.optimizer = 'adamw'")
         names = [phase.name for phase in self.phases]
         for name in names:
             if names.count(name) > 1:
@@ -332,8 +361,31 @@ class MidTrainingConfig:
                     f"{names.count(name)} of mid_training.phases are called {name!r}: names must be unique"
                 )
 
+    def learner(self, learner: LearnerConfig, *, ranks: int) -> LearnerConfig:
+        """Return the settings with which `ranks` ranks train, from those of `[learner]` that do not belong to RL.
+
+        Raises `ValueError` for a number of ranks that cannot share experts or texts."""
+        return LearnerConfig(
+            grad_clip=self.grad_clip,
+            budget_tokens=learner.budget_tokens,
+            balance=self.balance,
+            balance_bias=0.0 if self.lora_rank else self.balance_bias,
+            weights=learner.weights if self.lora_rank else LiveWeights.F32,
+            dtype=learner.dtype,
+            optimizer=self.optimizer,
+            ranks=ranks,
+            expert_parallel=learner.expert_parallel,
+            context_parallel=learner.context_parallel,
+            device=learner.device,
+            recompute=learner.recompute,
+            mtp=self.mtp,
+            lora_rank=self.lora_rank,
+            lora_alpha=learner.lora_alpha,
+            lora_on=learner.lora_on,
+        )
+
     def settings(self) -> tuple[PhaseSettings, ...]:
-        """Return the settings of each phase; of one without a name where `phases` is empty.
+        """Return the settings of each phase. If `phases` is empty, there is one phase without a name.
 
         >>> MidTrainingConfig(lr=0.1, phases=(MidTrainingPhase("main"),)).settings()[0].lr
         0.1
@@ -347,7 +399,11 @@ class MidTrainingConfig:
         return tuple(found)
 
     def models(self, model: ModelConfig) -> tuple[ModelConfig, ...]:
-        """Return the model's config in each phase, the last one also that of the result. Raises `ConfigError`."""
+        """Return the model's config in each phase; the last one is also the config of the result.
+
+        Raises `ConfigError` for settings that do not fit the model."""
+        if self.mtp_heads is not None:
+            model = model.with_mtp_heads(self.mtp_heads)
         return tuple(model.extended(phase.rope_factor) for phase in self.settings())
 
     @property
@@ -356,7 +412,8 @@ class MidTrainingConfig:
         return any(phase.corpus is not None for phase in self.settings())
 
     def longest(self, context_tokens: int) -> int:
-        """Return the most tokens of a document that no phase splits, for a model with this context."""
+        """Return the largest number of tokens of a document that is not split in any phase, for a model with this
+        context."""
         return min(
             min(phase.document_tokens, phase.batch_tokens, int(context_tokens * phase.rope_factor))
             for phase in self.settings()

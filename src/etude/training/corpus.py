@@ -31,7 +31,7 @@ _HINT = "delete the corpus directory: the run then creates it again"
 
 @dataclass(frozen=True)
 class Answered:
-    """A document of which only the end is trained on, such as a prompt with its answer.
+    """A document of which only the end has loss, such as a prompt with its answer.
 
     `token_ids`: [T] int32; the first `num_context` of them have no loss."""
 
@@ -51,10 +51,12 @@ class TokenizedDocuments(Protocol):
         """[documents, 2] The first token of each document, and the one after its last."""
 
     def num_targets(self, spans: Spans) -> npt.NDArray[np.int64]:
-        """Return for each piece the number of tokens to predict: its tokens with loss, without the first one."""
+        """Return for each piece (start, stop) of a document the number of its tokens with loss, without the first
+        token."""
 
     def read(self, start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return the token ids of a piece, and which of them have loss: [stop - start] each."""
+        """Return the token ids from `start` to `stop`, all of one document, and whether each has loss: [stop - start]
+        each."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,8 @@ class Documents:
     """Many documents as token ids in arrays.
 
     `tokens`: [T], uint16 or uint32, of all documents, one after another. `offsets`: [documents + 1] the start of each
-    document, and T.
-    `num_context`: [documents] the number of leading tokens of each document that have no loss; None: 0 for all.
-    `said`: [T] bool, which tokens may have loss; None: all.
+    document, and T. `num_context`: [documents] the number of leading tokens of each document that have no loss; None: 0
+    for all. `said`: [T] bool, whether a token may have loss; None: all may.
 
     >>> docs = Documents(tokens=np.array([5, 6, 7], np.uint16), offsets=np.array([0, 2, 3]))
     >>> len(docs), docs[0].tolist(), docs.lengths.tolist()
@@ -107,12 +108,14 @@ class Documents:
         return np.stack([self.offsets[:-1], self.offsets[1:]], 1)
 
     def num_targets(self, spans: Spans) -> npt.NDArray[np.int64]:
-        """Return for each piece the number of tokens to predict: its tokens with loss, without the first one."""
+        """Return for each piece (start, stop) of a document the number of its tokens with loss, without the first
+        token."""
         before = self.num_learned_before
         return before[spans[:, 1]] - before[np.minimum(spans[:, 0] + 1, spans[:, 1])]
 
     def read(self, start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return the token ids of a piece, and which of them have loss: [stop - start] each."""
+        """Return the token ids from `start` to `stop`, all of one document, and whether each has loss: [stop - start]
+        each."""
         return self.tokens[start:stop].astype(np.int64), self.learned[start:stop]
 
 

@@ -119,11 +119,11 @@ def masked_sequences(
 ) -> Corrected:
     """Mask sequences: the weight is min(ρ, cap) in sequences that pass two tests, else 0.
 
-    A sequence passes when the geometric mean of its ρ is within [low, high] and each token has ρ ≥ `veto`. The mean of
-    a long sequence says little about single tokens, so `cap` bounds their weights.
+    A sequence passes when the geometric mean of its ρ is within [low, high] and each token has ρ ≥ `veto`. In a long
+    sequence, single tokens may differ much from the mean, so `cap` bounds their weights.
 
-    The logarithm of the mean tends to minus the KL per token, whatever the length, so a sequence is not masked because
-    it is long. Therefore the bounds must be tight: a mean of 0.99 is a KL of 0.01 nats per token."""
+    The logarithm of the mean is about minus the KL per token and does not depend on the length, so long sequences are
+    not masked more often. The bounds must be close to 1: a mean of 0.99 is a KL of 0.01 nats per token."""
     total, number = _sums(log_ratio_R, sequence_R)
     mean = (total / number.clamp(min=1)).exp()
     worst = torch.zeros_like(total).scatter_reduce(0, sequence_R, log_ratio_R, "amin", include_self=False).exp()

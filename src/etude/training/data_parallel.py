@@ -1,29 +1,33 @@
-"""Data-parallel ranks on one machine: spawned processes with one torch thread each, connected by gloo.
+"""Ranks on one machine: spawned processes with one torch thread each, in torch's default process group.
 
 For small models, two processes with one thread use two cores better than one process with two threads. A rank that
-dies, fails or stalls ends all of them with an error that names it. Ranks end themselves when their parent is gone."""
+dies, fails or makes no progress (`etude.progress`) ends all of them with an error that names it. Ranks end themselves
+when their parent is gone."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
+from etude import progress
 from etude.errors import DeadlineExceeded, EtudeError, RunError
 from etude.scratch import ScratchDirectory
 
 START_S = 600.0
 """Deadline for all ranks to start: on a busy host `import torch` alone takes minutes."""
+REPORT_S = 0.5
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
@@ -32,43 +36,12 @@ class RankDied(RunError):
     """A rank ended without a result. Checkpoints of the ranks are kept, so the same call can be repeated."""
 
 
-class RankGroup(Protocol):
-    """The interface of one data-parallel rank to the others. `run_ranks` makes one for each rank."""
+@dataclass(frozen=True)
+class RankGroup:
+    """One rank's number, and how many there are. `run_ranks` makes one for each rank."""
 
     rank: int
     size: int
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace the tensor by its sum over all ranks, with the same bits on each. A collective call."""
-
-    def heartbeat(self) -> None:
-        """Report progress. Called before each forward pass, since a step may have any number of them."""
-
-
-class SingleProcess:
-    """A `RankGroup` of one rank, in the caller's own process."""
-
-    rank, size = 0, 1
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        pass
-
-    def heartbeat(self) -> None:
-        pass
-
-
-class _GlooGroup:
-    def __init__(self, rank: int, size: int, beats: Any) -> None:
-        self.rank, self.size, self._beats = rank, size, beats
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        distributed.all_reduce(tensor)
-
-    def heartbeat(self) -> None:
-        parent = multiprocessing.parent_process()
-        if parent is None or not parent.is_alive():
-            sys.exit("the parent is gone")
-        self._beats[self.rank] += 1
 
 
 def run_ranks(
@@ -77,8 +50,8 @@ def run_ranks(
     """Run `work(group, job)` in `ranks` processes with one torch thread each. Returns their results, by rank.
 
     A single rank runs in the caller's process. For more, `work`, `job` and the results are pickled. An `EtudeError` of
-    a rank is raised here. Raises `RankDied` when a rank dies, and `DeadlineExceeded` when no rank has called
-    `heartbeat` for `stall_s` seconds after all have started, which may take `START_S`."""
+    a rank is raised here. Raises `RankDied` when a rank dies, and `DeadlineExceeded` when no rank has made progress
+    for `stall_s` seconds after all have started, which may take `START_S`."""
     if ranks == 1:
         return [_alone(work, job)]
     context = multiprocessing.get_context("spawn")
@@ -106,7 +79,7 @@ def _alone(work: Callable[[RankGroup, Job], Result], job: Job) -> Result:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return work(SingleProcess(), job)
+        return work(RankGroup(0, 1), job)
     finally:
         torch.set_num_threads(threads)
 
@@ -122,7 +95,7 @@ def _collect(answers: list[Connection], processes: list[SpawnProcess], beats: An
             last, since = list(beats), time.monotonic()
         elif time.monotonic() - since > (patience := stall_s if all(last) else max(stall_s, START_S)):
             raise DeadlineExceeded(
-                f"no rank made a step for {patience:g} s", f"steps by rank: {last}", hint="see the ranks' output"
+                f"no rank made progress for {patience:g} s", f"steps by rank: {last}", hint="see the ranks' output"
             )
     return [results[rank] for rank in range(len(answers))]
 
@@ -151,15 +124,26 @@ def _main(
     torch.set_num_threads(1)
     # The parent detects a stall first and names it; gloo's own timeout is for a parent that cannot.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine; its name may not resolve
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=stall_s + 60)
+        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=stall_s + 60)
     )
     try:
-        ranks = _GlooGroup(rank, size, beats)
-        ranks.heartbeat()  # started
-        answer.send((work(ranks, job), None))
+        distributed.all_reduce(torch.zeros(1))  # or one could end while another still connects to it
+        beats[rank] = 1  # started
+        threading.Thread(target=_report, args=(rank, beats), name="progress", daemon=True).start()
+        answer.send((work(RankGroup(rank, size), job), None))
     except EtudeError as error:
         answer.send((None, error))
     finally:
         answer.close()
         distributed.destroy_process_group()
+
+
+def _report(rank: int, beats: Any) -> None:
+    """Report this process's progress to the parent, and end the process when the parent is gone."""
+    parent, first = multiprocessing.parent_process(), progress.count()
+    while parent is not None and parent.is_alive():
+        beats[rank] = 1 + progress.count() - first
+        time.sleep(REPORT_S)
+    os._exit(1)

@@ -35,8 +35,8 @@ def encode_tensors(views: Mapping[str, torch.Tensor], weights: LiveWeights) -> d
     """Encode tensors as integers with their bits in bf16 or float32.
 
     bf16 is exact when the live weights are already rounded to it. Tensors of `stays_float32` keep float32. Memory that
-    several tensors share is converted once. In host memory the integers of float32 are views of the live weights: copy
-    what you keep."""
+    several tensors share is converted once. In host memory the integers of float32 tensors are views of the live
+    weights: copy those that you keep."""
     memory: dict[int, Codes] = {}  # by address
     tensors = {}
     for name, view in views.items():
@@ -55,7 +55,7 @@ def encode_tensors(views: Mapping[str, torch.Tensor], weights: LiveWeights) -> d
 
 
 def stored_dtype(weights: LiveWeights) -> torch.dtype:
-    """Return the torch dtype of published weights."""
+    """Return the torch dtype of the published weights for a precision."""
     return _CODES[weights][0]
 
 

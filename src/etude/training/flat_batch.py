@@ -7,56 +7,41 @@ only predicted. Paths are packed one after another without padding, or as a tree
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from etude.models.attention import Cache, Packed, PackedTree
+from etude.models.attention import Cache, PackedTree
 from etude.numerics.operators import Operators
 from etude.records import Sample
 from etude.training.batches import group_by_budget
 from etude.training.prefix_tree import PrefixTree, prefix_order
 from etude.training.routes import RouteReplay
+from etude.training.token_batch import TokenBatch
 
 
-@dataclass(frozen=True)
-class FlatBatch:
-    """The input of one forward pass: N tokens of several paths, R rows with a loss. L layers, K experts per token.
+@dataclass(frozen=True, kw_only=True)
+class FlatBatch(TokenBatch):
+    """The input of one forward pass over samples, whose texts are paths. L layers, K experts per token.
 
-    - `lengths`: tokens of each path, N in all.
-    - `tokens_N`: int64.
     - `routes_NLK`: experts to replay, or `missing_route`; None: replay nothing.
-    - `rows_R`: int64, positions whose next token was sampled. `targets_R`: int64, these sampled tokens.
     - `sampler_logprobs_R`, `advantages_R`: float32.
     - `sample_R`: int64, the index of each row's sample.
     - `temperatures_R`: float32, NaN for the run's temperature; None: the run's for all rows.
-    - `kept_N`: int64, positions of this rank's tokens under context parallelism; None: all.
     - `tree`: how the tokens form paths, where shared ones occur once; None: paths one after another."""
 
-    lengths: list[int]
-    tokens_N: torch.Tensor
     routes_NLK: torch.Tensor | None
-    rows_R: torch.Tensor
-    targets_R: torch.Tensor
     sampler_logprobs_R: torch.Tensor
     advantages_R: torch.Tensor
     sample_R: torch.Tensor
     temperatures_R: torch.Tensor | None = None
-    kept_N: torch.Tensor | None = None
     tree: PrefixTree | None = None
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of all paths; 0 for an `empty_batch`."""
-        if self.tree is not None:
-            return len(self.tree.index_P)
-        return self.num_forwarded
-
-    @property
-    def num_forwarded(self) -> int:
-        """The number of tokens that the model computes. A token that several paths share counts once."""
-        return len(self.tokens_N) if self.lengths else 0
+        """The number of tokens of all paths; 0 for an `empty` batch."""
+        return self.num_forwarded if self.tree is None else len(self.tree.index_P)
 
     @property
     def counts_N(self) -> torch.Tensor | None:
@@ -64,10 +49,9 @@ class FlatBatch:
         return None if self.tree is None else self.tree.counts_N.to(self.tokens_N.device)
 
     def cache(self, operators: Operators) -> Cache:
-        """Return the cache with which a model computes all of these tokens in one forward pass."""
         if self.tree is not None:
             return PackedTree(self.tree.pieces, self.tree.branches, operators, device=self.tokens_N.device)
-        return Packed(self.lengths or [1], operators, device=self.tokens_N.device)
+        return super().cache(operators)
 
     def by_path(self, each_N: torch.Tensor) -> torch.Tensor:
         """Expand one value per token, [N], to one value per position of every path, [P], path after path."""
@@ -95,7 +79,7 @@ class FlatBatch:
     def places_in(self, whole: FlatBatch) -> torch.Tensor:
         """Return for each row of this batch its row index in `whole`, int64 [R].
 
-        This batch must be a part of `whole`, made by `select`."""
+        This batch must be a part of `whole` that `select` returned."""
         if self.kept_N is None:
             return torch.arange(len(self.rows_R))
         return torch.searchsorted(whole.rows_R, self.kept_N.cpu()[self.rows_R.cpu()])
@@ -108,36 +92,19 @@ class FlatBatch:
             return run
         return torch.where(self.temperatures_R.isnan(), run, self.temperatures_R)[:, None]
 
-    def to(self, device: torch.device) -> FlatBatch:
-        """Return a copy with the tensors on a device."""
-        moved = {f.name: t.to(device) for f in fields(self) if isinstance(t := getattr(self, f.name), torch.Tensor)}
-        return replace(self, **moved)  # type: ignore[arg-type]  # each is a tensor
 
-    def select(self, kept_N: torch.Tensor) -> FlatBatch:
-        """Return one rank's part: the tokens at positions `kept_N` (ascending) and their rows.
-
-        `lengths` stays that of the whole batch. Used for context parallelism."""
-        here = torch.zeros(len(self.tokens_N), dtype=torch.bool)
-        here[kept_N] = True
-        mine_R = here[self.rows_R]
-        return replace(
-            self,
-            tokens_N=self.tokens_N[kept_N],
-            routes_NLK=None if self.routes_NLK is None else self.routes_NLK[kept_N],
-            rows_R=torch.searchsorted(kept_N, self.rows_R[mine_R]),
-            targets_R=self.targets_R[mine_R],
-            sampler_logprobs_R=self.sampler_logprobs_R[mine_R],
-            advantages_R=self.advantages_R[mine_R],
-            temperatures_R=None if self.temperatures_R is None else self.temperatures_R[mine_R],
-            sample_R=self.sample_R[mine_R],
-            kept_N=kept_N,
-        )
-
-
-def empty_batch() -> FlatBatch:
-    """Return a batch of one token and no rows, for a rank that has no samples but must take part in a forward pass."""
+def _empty_batch() -> FlatBatch:
     ints, floats = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
-    return FlatBatch([], torch.zeros(1, dtype=torch.int64), None, ints, ints, floats, floats, ints)
+    return FlatBatch(
+        lengths=[],
+        tokens_N=torch.zeros(1, dtype=torch.int64),
+        routes_NLK=None,
+        rows_R=ints,
+        targets_R=ints,
+        sampler_logprobs_R=floats,
+        advantages_R=floats,
+        sample_R=ints,
+    )
 
 
 def microbatches(samples: Sequence[Sample], *, budget_tokens: int) -> Iterator[list[Sample]]:
@@ -151,15 +118,14 @@ def microbatches(samples: Sequence[Sample], *, budget_tokens: int) -> Iterator[l
 def flatten_samples(
     samples: Sequence[Sample], replay: RouteReplay | None = None, *, share_prefixes: bool = False
 ) -> FlatBatch:
-    """Pack samples into a batch. Without samples it is an `empty_batch`.
+    """Pack samples into a batch. Without samples it is one of one token and no rows, as `TokenBatch.empty`.
 
     `replay`: which recorded routes to replay; None: none. `share_prefixes`: compute tokens that paths share once.
     Raises `ValueError` for a path that begins with a sampled token, and `ParityError` for routes that cannot be
     replayed."""
     if not samples:
-        return empty_batch()
+        return _empty_batch()
     ends = [num_forwarded(sample) for sample in samples]
-    starts = np.cumsum([0, *ends])
     paths = [sample.path for sample in samples]
     sampled = [np.flatnonzero(path.mask) for path in paths]
     if any(where[0] == 0 for where in sampled):
@@ -169,7 +135,7 @@ def flatten_samples(
         lengths=ends,
         tokens_N=_tensor([path.token_ids[:end] for path, end in zip(paths, ends, strict=True)], np.int64),
         routes_NLK=None if replay is None else replay.routes(samples, ends),
-        rows_R=_tensor([start + where - 1 for start, where in zip(starts, sampled, strict=False)], np.int64),
+        rows_R=path_rows(samples),
         targets_R=_tensor([path.token_ids[where] for path, where in zip(paths, sampled, strict=True)], np.int64),
         sampler_logprobs_R=_tensor(
             [path.logprobs[where] for path, where in zip(paths, sampled, strict=True)], np.float32
@@ -182,6 +148,13 @@ def flatten_samples(
         return flat
     found = prefix_order(samples, ends, replay)
     return _merged(flat, PrefixTree.of(found)) if any(found.shared) else flat
+
+
+def path_rows(samples: Sequence[Sample]) -> torch.Tensor:
+    """Return for each row with loss its place among the positions of all paths, path after path, int64 [R]."""
+    starts = np.cumsum([0, *(num_forwarded(sample) for sample in samples)])
+    places = [start + np.flatnonzero(s.path.mask) - 1 for start, s in zip(starts, samples, strict=False)]
+    return _tensor(places, np.int64)
 
 
 def _merged(flat: FlatBatch, tree: PrefixTree) -> FlatBatch:

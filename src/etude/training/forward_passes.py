@@ -15,15 +15,15 @@ import torch
 
 from etude import progress
 from etude.models.hooks import ForwardHook, no_hook
-from etude.models.transformer import Forward, Transformer
+from etude.models.transformer import Forward
 from etude.records import Batch, Sample
 from etude.records.wire import F32
 from etude.training.config import LearnerConfig
+from etude.training.core import TrainingCore
 from etude.training.flat_batch import FlatBatch, flatten_samples, microbatches, num_forwarded
 from etude.training.nan_check import check_logits, check_sampled, describe_token
 from etude.training.packing import Cost, pack, pack_prefixes
 from etude.training.prefix_tree import prefix_order
-from etude.training.process_group import ProcessGroup
 from etude.training.routes import RouteReplay
 
 Logprobs = Callable[[FlatBatch], torch.Tensor]
@@ -36,7 +36,7 @@ UNREPLAYED_EVERY = 64
 
 @dataclass(frozen=True)
 class PackedSamples:
-    """The samples of a batch, by forward pass.
+    """The samples of a batch, distributed over forward passes and ranks.
 
     `rows`: for each forward pass, and each data-parallel rank, the indices of its samples. `shared`: whether tokens
     that paths share are computed once. `num_tokens`: tokens of all paths. `num_unique`: the same number with shared
@@ -62,9 +62,8 @@ class _Scores:
 
 
 class ForwardPasses:
-    """Computes log-probabilities of samples under the weights of a model, at one step of a learner.
+    """Computes log-probabilities of samples under the weights of `core`, at one step of a learner.
 
-    - `group`: the ranks that share the work; all make the same calls.
     - `temperature`: the run's sampling temperature, for samples without their own.
     - `replay`: the routes (chosen experts) to replay in training passes; None: none.
     - `step`: the training step of the model, named in errors.
@@ -72,17 +71,16 @@ class ForwardPasses:
 
     def __init__(
         self,
-        model: Transformer,
+        core: TrainingCore,
         config: LearnerConfig,
         *,
-        group: ProcessGroup,
-        device: torch.device,
         temperature: float,
         replay: RouteReplay | None,
         step: int,
         share_prefixes: bool,
     ) -> None:
-        self._model, self._config, self._group, self._device = model, config, group, device
+        self._core, self._config = core, config
+        self._model, self._group, self._device = core.model, core.group, core.device
         self._temperature, self._replay, self._step, self._share_prefixes = temperature, replay, step, share_prefixes
 
     def pack(self, samples: Sequence[Sample], *, replayed: bool = True) -> PackedSamples:
@@ -108,14 +106,9 @@ class ForwardPasses:
 
     def run(self, rows: FlatBatch, hook: ForwardHook = no_hook) -> Forward:
         """Run the forward pass of these tokens. `hook`: called at each named tensor (`models.hooks`)."""
-        return self._model.train().run(
-            rows.tokens_N,
-            self._group.cache(rows, self._model.operators),
-            rows.routes_NLK,
-            rows.rows_R,
-            plausible=self._config.replay_plausible,
-            counts=rows.counts_N,
-            hook=hook,
+        plausible = self._config.replay_plausible
+        return self._core.forward(
+            rows, routes_NLK=rows.routes_NLK, plausible=plausible, counts_N=rows.counts_N, hook=hook
         )
 
     def logprobs(self, logits_RV: torch.Tensor, rows: FlatBatch) -> torch.Tensor:
@@ -186,7 +179,7 @@ class ForwardPasses:
     def unreplayed_log_ratios(self, batch: Batch) -> list[torch.Tensor]:
         """Return log-ratios of a few tokens, without replay: one sample in `UNREPLAYED_EVERY`, others each step.
 
-        This costs about a third of their training: about 0.5 % of the step."""
+        It takes about a third of the time of training on these samples, about 0.5 % of a step."""
         few = batch.samples[batch.step % UNREPLAYED_EVERY :: UNREPLAYED_EVERY] or batch.samples[:1]
         found = []
         for samples in microbatches(few, budget_tokens=self._config.budget_tokens):

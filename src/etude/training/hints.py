@@ -36,10 +36,10 @@ Score = Callable[[Sequence[Sample]], list[F32]]
 
 @dataclass(frozen=True)
 class HintCredit:
-    """The samples of a batch with the credit of their hints in their advantages, and its metrics.
+    """The result of `with_hint_credit`: samples whose advantages include the effect of their hints, and its metrics.
 
-    `samples`: the samples with these advantages; their hints are removed, since they have been used. `kl`,
-    `clip_share`: `hint_kl` and `hint_clip_share` of `StepReport`; None if there were no hints."""
+    `samples`: the samples with these advantages; without their hints, which have been used. `kl`, `clip_share`:
+    `hint_kl` and `hint_clip_share` of `StepReport`; None if there were no hints."""
 
     samples: list[Sample]
     kl: float | None = None
@@ -51,10 +51,10 @@ class HintCredit:
 
 
 def with_hint_credit(samples: Sequence[Sample], score: Score, *, bound: float) -> HintCredit:
-    """Add the credit of the samples' hints to their advantages.
+    """Add to each token's advantage its hint's weight times the change of the token's log-probability by the hint.
 
-    `bound`: the largest change of a token's log-probability that counts, in nats. `score` is called at most once.
-    Samples that had no hints are returned unchanged."""
+    `score`: returns the log-probabilities of the samples' tokens; called at most once. `bound`: larger changes are
+    clipped to this value, in nats. Samples without hints are returned unchanged."""
     plain = {i: _without(sample) for i, sample in enumerate(samples) if sample.hints}
     if not plain:
         return HintCredit(list(samples))

@@ -9,7 +9,6 @@ The learner knows nothing of rollouts, rewards or engines: it reads `Batch`es an
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import time
@@ -29,21 +28,16 @@ from etude.numerics.config import Mode, NumericsConfig
 from etude.numerics.factory import operators_for
 from etude.records import Batch, Sample, Version
 from etude.records.sample import Published, StepReport
-from etude.training.balance import ExpertBalancer
 from etude.training.batch_metrics import BatchMetrics, merge_metrics
 from etude.training.config import CorrectionKind, DpoReference, LearnerConfig, OptimizerKind, PolicyLossKind
+from etude.training.core import TrainingCore
 from etude.training.corrections import Corrected, correct, decoupled
-from etude.training.flat_batch import FlatBatch
+from etude.training.flat_batch import FlatBatch, path_rows
 from etude.training.forward_passes import ForwardPasses, PackedSamples
 from etude.training.hints import with_hint_credit
 from etude.training.learner_plugins import LearnerPlugins
 from etude.training.losses import PolicyLoss, SampledTokens, cispo_loss, entropy, k2_loss, ppo_loss
-from etude.training.muon import Muon
-from etude.training.nan_check import (
-    check_loss,
-    check_weights,
-    checked_step,
-)
+from etude.training.nan_check import check_loss
 from etude.training.optimizer import AdamW
 from etude.training.pair_loss import PairLoss, pair_loss, weighted_tokens_loss
 from etude.training.process_group import SINGLE_PROCESS, ProcessGroup
@@ -69,8 +63,8 @@ class TorchLearner:
       (`Sample.temperatures`).
     - `reference`: the reference policy of `config.kl` and of the DPO loss; used if `config.has_reference`.
     - `numerics`: the same as the engines'. In low precision, published weights are packed (`models.packed_weights`).
-    - `refuse_mismatch`: in exact mode, raise `ParityError` where a ratio on the live weights is not 1. Otherwise the
-      ratio is only reported.
+    - `refuse_mismatch`: whether to raise `ParityError`, in exact mode, if the importance ratio of a token that the live
+      weights sampled is not 1. False: the ratio is only reported.
     - `seed`: random seed of the initial LoRA adapters.
     - `group`: the ranks that share the work. Each has its own learner, and all make the same calls
       (`training.sharded`). Without a group, one process computes the parts of `config.shares` data-parallel ranks in
@@ -83,7 +77,6 @@ class TorchLearner:
     share_prefixes: bool
     """Whether forward passes may compute tokens that several paths share once (`training.prefix_tree`). `load` sets it:
     True on CPUs without context parallelism. It changes the order of sums in the gradient."""
-    _balance: ExpertBalancer
 
     def __init__(
         self,
@@ -107,28 +100,29 @@ class TorchLearner:
         self._plugins = LearnerPlugins()
         self._offered: int | None = None  # step of the version that is being published
         self._lr_share = 1.0  # of the batch with the accumulated gradient
-        self._device = torch.device("cpu")
-        self._trainable: Trainable | None = None
-        self._optimizer: AdamW | None = None
+        self._core: TrainingCore | None = None
+
+    @property
+    def core(self) -> TrainingCore:
+        """The live weights and their optimiser. Raises `CheckpointError` before `load`."""
+        if self._core is None:
+            raise CheckpointError("the learner has no weights", hint="load a checkpoint first")
+        return self._core
 
     @property
     def model(self) -> Transformer:
         """The live model. Raises `CheckpointError` before `load`."""
-        return self.trainable.model
+        return self.core.model
 
     @property
     def trainable(self) -> Trainable:
         """The live model, and the part of it that is trained. Raises `CheckpointError` before `load`."""
-        if self._trainable is None:
-            raise CheckpointError("the learner has no weights", hint="load a checkpoint first")
-        return self._trainable
+        return self.core.trainable
 
     @property
     def optimizer(self) -> AdamW:
         """The optimiser. Raises `CheckpointError` before `load`."""
-        if self._optimizer is None:
-            raise CheckpointError("the learner has no weights", hint="load a checkpoint first")
-        return self._optimizer
+        return self.core.optimizer
 
     @property
     def parity(self) -> str:
@@ -142,10 +136,8 @@ class TorchLearner:
         if self.config.replays(self.numerics.mode) and sizes.num_moe_layers:
             replay = RouteReplay(sizes, step=self.step, max_lag=self.config.replay_max_lag)
         return ForwardPasses(
-            self.model,
+            self.core,
             self.config,
-            group=self._group,
-            device=self._device,
             temperature=self._temperature,
             replay=replay,
             step=self.step,
@@ -171,36 +163,21 @@ class TorchLearner:
                 log_ratios = passes.log_ratios(packed, self._dpo_reference)
                 pairs = pair_loss(batch.pairs, log_ratios, beta=self.config.dpo_beta)
                 packed = replace(packed, samples=pairs.weighted(packed.samples))
-            for row in packed.rows:
-                self._row(passes, row, packed, batch.num_loss_tokens, metrics)
+
+            def backward(number: int, members: list[int]) -> None:
+                samples = [packed.samples[i] for i in members]
+                self._share(passes, samples, packed, batch.num_loss_tokens, metrics[number])
+
+            self.core.accumulate(packed.rows, backward)
             total = merge_metrics([share for rank in self._group.all_gather(metrics) for share in rank])
             if total.num_replayed:
                 total.live += passes.unreplayed_log_ratios(batch)
         except Exception:
-            self._group.reset(self.model)
-            self.optimizer.clear()
-            self._balance.clear()
+            self.core.clear()
             raise
         cpu_s = sum(self._group.all_gather(time.process_time() - began))
         report = hints.added_to(total.report(cpu_s=cpu_s, num_unique=packed.num_unique))
         return report if pairs is None else pairs.added_to(report)
-
-    def _row(
-        self,
-        passes: ForwardPasses,
-        row: list[list[int]],
-        packed: PackedSamples,
-        normaliser: float,
-        metrics: list[BatchMetrics],
-    ) -> None:
-        own = self._group.own_shares(len(row))
-        accumulator = self._group.accumulator(self.optimizer, len(own))
-        for share, share_metrics in zip(own, metrics, strict=True):
-            self._share(passes, [packed.samples[i] for i in row[share]], packed, normaliser, share_metrics)
-            if accumulator is not None:
-                accumulator.add_share()
-        if accumulator is not None:
-            accumulator.finish_row()
 
     def _share(
         self,
@@ -235,8 +212,13 @@ class TorchLearner:
             check_loss(policy, loss, samples, rows, log_ratio_R, step=step)
         with group.collective("backward pass"):
             loss.backward()  # type: ignore[no-untyped-call]
+        if samples and self.core.mtp.optimizer is not None:
+            paths = rows.by_path(done.stream), rows.by_path(rows.tokens_N), rows.lengths
+            places_R = path_rows(samples).to(self.core.device)
+            share = rows.num_tokens / packed.num_tokens
+            self.core.mtp.add(*paths, places_R, done.logits, rows.targets_R, normaliser=normaliser, share=share)
         if rows.num_tokens:
-            self._balance.count(rows.by_path(done.live))
+            self.core.balance.count(rows.by_path(done.live))
         with torch.no_grad():
             share_metrics.add(rows, done, policy, corrected, log_ratio_R, entropy(logprobs_RV), loss, fresh)
         progress.tick()
@@ -249,7 +231,7 @@ class TorchLearner:
             raise InputError(
                 "the DPO loss has no reference policy",
                 "dpo_reference = 'start', and the argument reference is None",
-                hint="give TorchLearner a Reference, or set dpo_reference = 'sampler'",
+                hint="pass a Reference to TorchLearner, or set dpo_reference = 'sampler'",
             )
         return self._reference.logprobs(rows)
 
@@ -316,9 +298,9 @@ class TorchLearner:
     def defend(self, *, truncate: bool) -> None:
         """Change the settings to continue with engines whose probabilities differ from the learner's.
 
-        From now on the learner replays the engines' routes (chosen experts), and a ratio other than 1 on the live
-        weights is reported, not refused. With `truncate` it also truncates importance weights, except with
-        DPO, which has none."""
+        From now on the learner replays the engines' routes (chosen experts), and an importance ratio other than 1 on
+        the live weights is reported and no longer an error. With `truncate` it also truncates importance weights,
+        except with DPO, which has none."""
         self._refuse_mismatch = False
         correction, weighted = self.config.correction, self.config.policy_loss is not PolicyLossKind.DPO
         if truncate and weighted and correction is CorrectionKind.NONE:
@@ -326,10 +308,11 @@ class TorchLearner:
         self.config = replace(self.config, replay_routes=True, correction=correction)
 
     def optim_step(self) -> dict[str, float]:
-        """Apply and clear the gradient, and increment `step`. Returns `grad_norm` (before clipping) and `lr`.
+        """Apply and clear the gradient, and increment `step`. Returns `grad_norm` (before clipping) and `lr`, and
+        `mtp_loss` where MTP heads are trained.
 
-        `lr` is the scheduled rate times the batch's `lr_share`. With a zero gradient the weights do not change, but the
-        step counts, and they are published again.
+        `lr` is the scheduled rate times the batch's `lr_share`. With a zero gradient the weights do not change, but
+        `step` increases, and the same weights are published again.
 
         Raises `NotFinite` for a gradient that is not finite, before anything has changed, and for new weights that are
         not finite: then these can be neither saved nor published."""
@@ -337,26 +320,17 @@ class TorchLearner:
         lr *= lr_multiplier(
             self.step, self._num_steps, warmup_steps=self.config.warmup_steps, decay_from=0.6, final=0.1
         )
-        with self._group.collective("optimiser step"):
-            norm = checked_step(
-                self.optimizer,
-                self.trainable.views,
-                lr=lr,
-                step=self.step + 1,
-                propagate_errors=self._group.propagate_errors,
-            )
-        self.trainable.sync_model()
-        self._group.all_reduce(self._balance.load_LE)
-        self._balance.update()
+        norm = self.core.step(lr=lr, step=self.step + 1)
         self.step += 1
-        return {"grad_norm": norm, "lr": lr}
+        heads = {} if self.core.mtp.optimizer is None else {"mtp_loss": self.core.mtp_loss}
+        return {"grad_norm": norm, "lr": lr, **heads}
 
     @torch.no_grad()
     def probe(self, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probability of each token of a text but the first, under the live weights.
 
         The temperature is 1."""
-        tokens = torch.tensor(token_ids, device=self._device)
+        tokens = torch.tensor(token_ids, device=self.core.device)
         done: Forward = self.model.eval().run(tokens[:-1])
         logprobs_RV = self.model.operators.log_softmax(done.logits)
         return logprobs_RV.gather(1, tokens[1:, None])[:, 0].tolist()
@@ -366,7 +340,7 @@ class TorchLearner:
     def exported(self) -> dict[str, Tensor]:
         """Return the live weights by name, as they are published.
 
-        They may contain views of live memory: copy what you keep."""
+        The tensors may be views of live memory: copy those that you keep."""
         return self.trainable.exported()
 
     def publish(self, rollout_ids: Sequence[str]) -> Published:
@@ -384,7 +358,7 @@ class TorchLearner:
         before this call returns, so training can continue. One version is published at a time: this call first waits
         for the previous one. Raises the same errors as `published`."""
         if self._channel is None:
-            raise WeightsError("the learner has no channel to publish to", hint="give TorchLearner a channel")
+            raise WeightsError("the learner has no channel to publish to", hint="pass a channel to TorchLearner")
         if self._offered is not None:
             self.published()
         if self._publisher is None:
@@ -417,7 +391,8 @@ class TorchLearner:
         return self._offered is not None
 
     def close(self) -> None:
-        """Wait for the current publish, and stop publishing. Its error is raised by `published`, not here."""
+        """Wait for the current publish, and stop publishing. If it fails, `published` raises its error, and this method
+        does not."""
         if self._publisher is not None:
             try:
                 self._publisher.close()
@@ -431,14 +406,8 @@ class TorchLearner:
 
         An accumulated gradient is not saved. Raises `CheckpointError`, and `NotFinite` where the weights are not
         finite."""
-        with self._group.propagate_errors("weights"):
-            check_weights(self.trainable.views(), f"at step {self.step}")
         metadata = _metadata_text(self.config, self.step, self.version)
-        with self._group.checkpoint_directory(Path(path)) as folder:
-            self.trainable.write(folder)
-            self._group.save_optimizer(folder, self.optimizer)
-            if self._group.rank == 0:
-                (folder / METADATA).write_text(metadata)
+        self.core.save(Path(path), {METADATA: metadata}, when=f"at step {self.step}")
 
     def load(self, path: Path | str) -> None:
         """Continue from a directory written by `save`, or start at step 0 from any Hugging Face directory.
@@ -453,23 +422,11 @@ class TorchLearner:
         device = self._group.device(self.config.device)
         operators = operators_for(self.numerics, getattr(torch, self.config.dtype), device=device)
         request = LoadRequest(path, self.config, operators, device, self.numerics.quantise, self._seed, resumed)
-        trainable = self._group.load(request)
-        optimizer = self._optimizer_of(trainable)
-        if resumed:
-            self._group.restore_optimizer(path, optimizer)
-        trainable.sync_model()
+        core = TrainingCore(request, group=self._group)
         self.close()
-        self._trainable, self._optimizer, self._device = trainable, optimizer, device
+        self._core = core
         self.share_prefixes = device.type == "cpu" and self.config.context_parallel == 1
-        self._balance = ExpertBalancer(trainable.model, speed=self.config.balance_bias)
         self.step, self.version = step, version
-
-    def _optimizer_of(self, trainable: Trainable) -> AdamW:
-        make = functools.partial(Muon, exchange=self._group) if self.config.optimizer is OptimizerKind.MUON else AdamW
-        settings = self.config
-        return make(
-            trainable.module, weights=settings.weights, grad_clip=settings.grad_clip, norm=self._group.global_norm
-        )
 
 
 def _metadata_text(config: LearnerConfig, step: int, version: Version | None) -> str:
@@ -491,7 +448,13 @@ def _read_metadata(path: Path, config: LearnerConfig) -> tuple[int, Version | No
     metadata = read_json(path)
     step, version = metadata.get("step"), metadata.get("version")
     is_version = isinstance(version, list) and [type(v) for v in version] == [int, str, str]
-    if metadata.get("format") != METADATA_FORMAT or not isinstance(step, int) or not (version is None or is_version):
+    if metadata.get("format") != METADATA_FORMAT:
+        raise CheckpointError(
+            f"{path} has format {str(metadata.get('format'))[:20]}",
+            f"this version of etude reads format {METADATA_FORMAT}",
+            hint="use the etude version that wrote it, or start a run from its weights: --set start=CHECKPOINT",
+        )
+    if not isinstance(step, int) or not (version is None or is_version):
         raise CheckpointError(
             f"{path} is damaged",
             f"it contains {metadata}",

@@ -28,7 +28,7 @@ class LearnerPlugins:
         self._loaded: list[tuple[Plugin, Any]] = []
 
     def get(self, kind: Kind, plugin: Plugin) -> Any:
-        """Return the plug-in's object, which the first call constructs.
+        """Return the object of the plug-in. The first call constructs it.
 
         Raises `PluginRefused`, `ConfigError` or `PluginError` when it cannot be loaded or constructed."""
         for known, made in self._loaded:
@@ -45,7 +45,7 @@ class LearnerPlugins:
     def loss(self, plugin: Plugin, tokens: SampledTokens) -> PolicyLoss:
         """Compute the policy loss of a plug-in for the sampled tokens of one forward pass.
 
-        If there are none, return a loss of 0 without calling the plug-in. Raises `PluginError` as `call_loss` does."""
+        If there are none, return a loss of 0 without calling the plug-in. Raises the errors of `call_loss`."""
         empty_R = tokens.logprobs_R.detach()
         if not len(empty_R):
             return PolicyLoss(tokens.logprobs_R.sum(), empty_R, empty_R.bool())
@@ -54,7 +54,7 @@ class LearnerPlugins:
     def corrected(self, plugin: Plugin, log_ratio_R: torch.Tensor, sequence_R: torch.Tensor) -> Corrected:
         """Compute the importance weights [R] of a plug-in for R sampled tokens, with the arguments of `Correction`.
 
-        If R is 0, return empty weights without calling the plug-in. Raises `PluginError` as `call_correction` does."""
+        If R is 0, return empty weights without calling the plug-in. Raises the errors of `call_correction`."""
         if not len(log_ratio_R):
             return Corrected(log_ratio_R, log_ratio_R)
         return call_correction(plugin, self.get(Kind.CORRECTION, plugin), log_ratio_R, sequence_R)
@@ -68,7 +68,7 @@ def call_loss(plugin: Plugin, function: PolicyLossFunction, tokens: SampledToken
     tokens."""
     done = _call(Kind.LOSS, plugin, "computing the loss", lambda: function(tokens), tokens.logprobs_R.device)
     if not isinstance(done, PolicyLoss):
-        facts = f"it is {type(done).__name__}, and etude.training.losses.PolicyLoss is wanted"
+        facts = f"it is {type(done).__name__}, and etude.training.losses.PolicyLoss is expected"
         raise unusable(Kind.LOSS, plugin, facts)
     _check(Kind.LOSS, plugin, "loss", done.loss, like=tokens.logprobs_R.sum(), grad=True)
     _check(Kind.LOSS, plugin, "ratio_R", done.ratio_R, like=tokens.logprobs_R)
@@ -86,7 +86,7 @@ def call_correction(
     work, device = lambda: correction(log_ratio_R, sequence_R), log_ratio_R.device
     done = _call(Kind.CORRECTION, plugin, "computing the weights", work, device)
     if not isinstance(done, Corrected):
-        facts = f"it is {type(done).__name__}, and etude.training.corrections.Corrected is wanted"
+        facts = f"it is {type(done).__name__}, and etude.training.corrections.Corrected is expected"
         raise unusable(Kind.CORRECTION, plugin, facts)
     for name in ("weight_R", "uncut_R"):
         _check(Kind.CORRECTION, plugin, name, getattr(done, name), like=log_ratio_R)
@@ -125,10 +125,10 @@ def _check(kind: Kind, plugin: Plugin, name: str, value: object, *, like: torch.
     `nan_check.check_loss`, which says what to do."""
     expected = f"a tensor {list(like.shape)} of {'bool' if like.dtype is torch.bool else 'float'} on {like.device}"
     if not isinstance(value, torch.Tensor):
-        raise unusable(kind, plugin, f"{name} is {type(value).__name__}, and {expected} is wanted")
+        raise unusable(kind, plugin, f"{name} is {type(value).__name__}, and {expected} is expected")
     fits = value.shape == like.shape and value.device == like.device
     if not fits or value.is_floating_point() != like.is_floating_point():
-        facts = f"{name} is a tensor {list(value.shape)} of {value.dtype} on {value.device}, and {expected} is wanted"
+        facts = f"{name} is a tensor {list(value.shape)} of {value.dtype} on {value.device}, and {expected} is expected"
         raise unusable(kind, plugin, facts)
     if value.requires_grad != grad:
         facts = "has no gradient: compute it from tokens.logprobs_R" if grad else "has a gradient: detach it"

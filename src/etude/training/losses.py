@@ -1,4 +1,4 @@
-"""Policy losses, KL estimators and entropy: pure functions of tensors, each with its source.
+"""Losses of texts and policies, KL estimators and entropy: pure functions of tensors, each with its source.
 
 Shapes: R rows, one per sampled token; V vocabulary size. Log-probabilities are in nats."""
 
@@ -9,6 +9,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
+
+
+def text_loss(logits_RV: torch.Tensor, targets_R: torch.Tensor, *, normaliser: float) -> torch.Tensor:
+    """Compute the loss of mid-training: the negative log-likelihood of the next tokens, in nats. Returns a scalar.
+
+    `logits_RV`: float32, of the tokens whose next one has a loss. `normaliser`: the divisor of the sum, which is the
+    number of tokens with a loss in the full batch."""
+    return F.cross_entropy(logits_RV, targets_R, reduction="sum") / normaliser
 
 
 @dataclass(frozen=True)
@@ -63,9 +72,9 @@ def ppo_loss(
     Sources: arXiv 1707.06347, eq. 7; DAPO, arXiv 2503.14476; dual clip, arXiv 1912.09729, eq. 5. The sum over tokens is
     divided by the constant `normaliser`, without length normalisation (Dr. GRPO, arXiv 2503.20783). The importance
     ratio is learner probability over sampler probability, so stale tokens are corrected. A token whose ratio has left
-    [`clip_low`, `clip_high`] in the direction of its advantage has no gradient. Clipping alone does not bound tokens
-    with a negative advantage and a high ratio: above `cap` (at least `clip_high`) they have no gradient either. So no
-    token weighs more than `cap`, and no ratio overflows."""
+    [`clip_low`, `clip_high`] in the direction of its advantage has no gradient. This does not bound tokens with a
+    negative advantage and a high ratio, so above `cap` (at least `clip_high`) these have no gradient either. So no
+    token has a weight above `cap`, and no ratio overflows."""
     log_ratio = logprobs_R - sampler_logprobs_R
     ratio = log_ratio.clamp(max=math.log(cap)).exp()
     gain = torch.minimum(ratio * advantages_R, ratio.clamp(clip_low, clip_high) * advantages_R)

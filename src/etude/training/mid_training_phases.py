@@ -32,9 +32,10 @@ class BuiltPhase:
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """What a phase trains, before its documents are read.
+    """The plan of one phase: its settings, model and corpus, before the documents are read.
 
-    `model`: the model's config in this phase. `folder`: of its corpus. `built`: None for the run's own corpus."""
+    `model`: the model's config in this phase. `folder`: the folder of its corpus. `built`: its part of a corpus of
+    `etude corpus build`; None for the run's own corpus."""
 
     settings: PhaseSettings
     model: ModelConfig
@@ -43,12 +44,12 @@ class PhasePlan:
 
     @property
     def place(self) -> tuple[Path, str, LossTokens]:
-        """Phases with equal places read the same documents with the same loss."""
+        """A key of the documents and their loss: phases with equal keys read the same documents with the same loss."""
         return self.folder, "" if self.built is None else self.built.facts.name, self.settings.loss
 
     @property
     def longest(self) -> int:
-        """The most tokens of a document that is not split."""
+        """The largest number of tokens of a document that is not split."""
         return min(self.settings.document_tokens, self.model.context_tokens)
 
 
@@ -61,7 +62,8 @@ class ShardDocuments:
     loss: LossTokens
 
     def num_targets(self, spans: Spans) -> npt.NDArray[np.int64]:
-        """Return for each piece the number of tokens to predict: those with loss, without its first one."""
+        """Return for each piece (start, stop) of a document the number of its tokens with loss, without the first
+        token."""
         if self.loss is LossTokens.SAID:
             counts = [np.count_nonzero(self.phase.said(start, stop)[1:]) for start, stop in spans.tolist()]
             return np.array(counts, np.int64)
@@ -69,7 +71,8 @@ class ShardDocuments:
         return targets
 
     def read(self, start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return the token ids of a piece, and which of them have loss: [stop - start] each."""
+        """Return the token ids from `start` to `stop`, all of one document, and whether each has loss: [stop - start]
+        each."""
         tokens = self.phase.tokens(start, stop).astype(np.int64)
         is_all = self.loss is LossTokens.ALL
         return tokens, np.ones(stop - start, np.bool_) if is_all else self.phase.said(start, stop)
@@ -125,9 +128,9 @@ def verify_corpora(plans: tuple[PhasePlan, ...], *, model: ModelConfig) -> None:
 def open_documents(plans: tuple[PhasePlan, ...], *, model: ModelConfig, heldout_documents: int) -> PhaseDocuments:
     """Open the documents of all phases.
 
-    From shards, `heldout_documents` different documents, at most a twentieth of all, are in no phase: those with the
-    smallest hashes of source and id. They are cut to the first `PhasePlan.longest` tokens of the longest phase; a chat
-    of a phase with loss on what is said, to as many tokens around the first of these."""
+    `heldout_documents` documents of corpora of `etude corpus build`, at most a twentieth of all, are held out from all
+    phases: those with the smallest hashes of source and id. They are shortened to the largest `PhasePlan.longest`: to
+    their first tokens, or, for chats with loss on answers only, to tokens around the first answer."""
     own = {plan.folder: read_corpus(plan.folder, vocab_size=model.vocab_size) for plan in plans if plan.built is None}
     opened = {plan.place: _Opened.of(plan, plan.built) for plan in plans if plan.built is not None}
     keys = np.unique(np.concatenate([np.zeros(0, np.uint64), *(one.keys_D for one in opened.values())]))

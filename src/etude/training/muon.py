@@ -41,7 +41,7 @@ class HasMatrices(Protocol):
 
 
 class ShardExchange(Protocol):
-    """The exchange of sharded parameters for full parameters, and back. Its calls are collective."""
+    """Converts sharded parameters to full parameters, and back. All ranks must call its methods together."""
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Send this rank's rows of each parameter to the other ranks, and return the full parameters that this rank
@@ -50,7 +50,7 @@ class ShardExchange(Protocol):
     def shard(
         self, full_tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Exchange full parameters for this rank's rows of each, shaped as `like`: the reverse of `gather`."""
+        """Undo `gather`: distribute full parameters, and return this rank's rows of each, with the shapes of `like`."""
 
 
 class Muon(AdamW):
@@ -85,7 +85,7 @@ class Muon(AdamW):
 
 
 def muon_matrices(model: nn.Module) -> dict[str, list[int]]:
-    """Return for each parameter that Muon updates: name → row counts of its matrices.
+    """Return the parameters that Muon updates: a dict from the name to the row counts of the parameter's matrices.
 
     A parameter may consist of several matrices, stacked along the rows. For experts the row counts are those of one
     expert."""

@@ -24,7 +24,7 @@ from etude.training.optimizer import AdamW
 Views = Callable[[], Mapping[str, torch.Tensor]]
 """A function that returns the trained tensors by the names under which they are saved."""
 
-HINT = "the weights are those of the previous step: resume with a lower lr, or inspect what is named here"
+HINT = "the weights are those of the previous step: resume with a lower lr, or inspect the named tensor"
 
 
 def check_sampled(samples: Sequence[Sample], rows: FlatBatch, *, step: int) -> None:

@@ -22,7 +22,7 @@ _CLOSE = 1e-3  # how near the largest cost of a bin comes to the smallest possib
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of forwarding a sequence. The unit is the cost of one token without attention.
+    """The cost of a forward pass of a sequence, in units of the cost of one token without attention.
 
     `even_tokens`: the length at which attention costs as much as the other products.
 
@@ -54,7 +54,7 @@ class Cost:
 def pack(lengths: Sequence[int], *, shares: int, budget_tokens: int, cost: Cost) -> list[list[list[int]]]:
     """Distribute samples over forward passes of data-parallel ranks, balanced by cost.
 
-    Returns rows, which all ranks forward at the same time. A row has one bin for each of `shares` ranks. A bin is a
+    Returns rows. All ranks compute a row at the same time. A row has one bin for each of `shares` ranks. A bin is a
     list of indices into `lengths`, ascending, with at most `budget_tokens` in total. A longer sequence has its own bin.
     Bins are empty where there are fewer sequences than shares.
 
@@ -68,7 +68,8 @@ def pack(lengths: Sequence[int], *, shares: int, budget_tokens: int, cost: Cost)
 
 
 def pack_prefixes(found: PrefixOrder, *, shares: int, budget_tokens: int, cost: Cost) -> list[list[list[int]]]:
-    """Distribute paths like `pack`, where the tokens that paths of a bin share are computed once.
+    """Distribute paths like `pack`, for forward passes in which tokens that several paths of a bin share are computed
+    once.
 
     Bins are consecutive in the order of `found`, so that only the prefix at a cut is computed twice. The largest cost
     of a bin is as small as such cuts allow.

@@ -70,8 +70,8 @@ class PairLoss:
 def pair_loss(pairs: Sequence[tuple[str, str]], log_ratios: Mapping[str, float], *, beta: float) -> PairLoss:
     """Compute the DPO loss of pairs (better, worse) of rollout ids.
 
-    `log_ratios`: by rollout id, Σ (log π − log π_ref) over its tokens with loss, in nats. It must have every rollout of
-    the pairs. Computed in float64.
+    `log_ratios`: by rollout id, Σ (log π − log π_ref) over its tokens with loss, in nats. It must contain every rollout
+    of the pairs. The computation is in float64.
 
     >>> found = pair_loss([("a", "b")], {"a": 1.0, "b": 1.0}, beta=0.1)
     >>> round(found.loss, 4), found.weights, found.accuracy

@@ -27,8 +27,8 @@ from etude.numerics.device import device_for
 from etude.numerics.exact import tree_sum
 from etude.numerics.operators import Operators
 from etude.training.exact_sum import exact_norm
-from etude.training.flat_batch import FlatBatch
 from etude.training.optimizer import AdamW
+from etude.training.token_batch import TokenBatch, Tokens
 from etude.training.trainable import LoadRequest, Trainable, load_trainable
 
 T = TypeVar("T")
@@ -51,12 +51,12 @@ class ProcessGroup(Protocol):
     def own_shares(self, shares: int) -> range:
         """Return which of the `shares` parts of a batch this rank computes, as indices."""
 
-    def local_tokens(self, rows: FlatBatch) -> FlatBatch:
+    def local_tokens(self, rows: Tokens) -> Tokens:
         """Return the tokens of a share that this rank computes.
 
         These are all tokens or, with context parallelism, a part of each text."""
 
-    def cache(self, rows: FlatBatch, operators: Operators) -> Cache:
+    def cache(self, rows: TokenBatch, operators: Operators) -> Cache:
         """Return the `Cache` for one forward pass of `rows`, which `local_tokens` returned.
 
         With context parallelism, the cache lets this rank's tokens attend to those of other ranks."""
@@ -131,10 +131,10 @@ class SingleProcess:
     def own_shares(self, shares: int) -> range:
         return range(shares)
 
-    def local_tokens(self, rows: FlatBatch) -> FlatBatch:
+    def local_tokens(self, rows: Tokens) -> Tokens:
         return rows
 
-    def cache(self, rows: FlatBatch, operators: Operators) -> Cache:
+    def cache(self, rows: TokenBatch, operators: Operators) -> Cache:
         return rows.cache(operators)
 
     def propagate_errors(self, what: str) -> contextlib.AbstractContextManager[None]:
@@ -197,7 +197,7 @@ class ShareAccumulator:
 
     def __init__(self, gradient: torch.Tensor) -> None:
         """Begin a row. `gradient`: the buffer that every backward pass adds to, which is cleared."""
-        self._gradient, self._before = gradient, gradient.clone()
+        self._gradient, self._before = gradient, gradient.clone() if bool(gradient.any()) else None
         self._shares: list[torch.Tensor] = []
         gradient.zero_()
 
@@ -208,4 +208,6 @@ class ShareAccumulator:
 
     def finish_row(self) -> None:
         """Add the sum of the row's shares to the gradient before the row. Call it after the last share."""
-        self._gradient.copy_(self._before + tree_sum(self._shares))
+        self._gradient.copy_(tree_sum(self._shares))
+        if self._before is not None:
+            self._gradient.add_(self._before)

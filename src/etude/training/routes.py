@@ -59,9 +59,9 @@ class RouteReplay:
     def stale(self, sample: Sample, end: int) -> Bools:
         """Return whether the route of each of the first `end` positions is too old, [end].
 
-        The route of a position is as old as the version that sampled the next token, or that read it as part of the
-        prompt. An unknown version (`UNKNOWN`) counts as new. The step of weights that a restart discarded can be
-        negative (`experience.lineage`)."""
+        The route of a position is as old as the version that sampled the next token, or, if the next token is part of
+        the prompt, as the version that read it. An unknown version (`UNKNOWN`) counts as new. The step of weights that
+        a restart discarded can be negative (`experience.lineage`)."""
         computed_by = sample.path.steps[1 : end + 1]
         stale: Bools = (computed_by != UNKNOWN) & (self.step - computed_by > self.max_lag)
         return stale

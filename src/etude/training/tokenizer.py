@@ -40,7 +40,7 @@ def train_tokenizer(
     if vocab_size < len(alphabet) + len(special_tokens):
         raise TaskError(
             f"a vocabulary of {vocab_size} is too small",
-            f"it must hold {len(alphabet)} bytes and {len(special_tokens)} special tokens",
+            f"it must have {len(alphabet)} bytes and {len(special_tokens)} special tokens",
             hint="raise model.vocab_size; the laptop example has 768",
         )
     tokenizer = Tokenizer(models.BPE())

@@ -18,6 +18,7 @@ from etude.models.adapter_config import ADAPTER_CONFIG, next_base
 from etude.models.adapter_files import merge_adapter, read_adapter, write_adapter
 from etude.models.checkpoint import load_model, write_model
 from etude.models.lora import Adapters, module_name, round_parameters
+from etude.models.mtp import trunk_of
 from etude.models.packed_weights import quantisable_matrices
 from etude.models.transformer import Transformer
 from etude.models.weight_views import hf_views
@@ -48,13 +49,16 @@ class Trainable(Protocol):
         """Make the model compute with the updated parameters."""
 
     def exported(self) -> dict[str, Tensor]:
-        """Return the tensors to publish. They may contain views of live memory."""
+        """Return the tensors to publish. The tensors may be views of live memory."""
 
     def base(self) -> dict[str, Tensor] | None:
         """Return the frozen weights that an engine needs beside the published tensors; None where it needs none."""
 
     def write(self, folder: Path) -> None:
         """Write a checkpoint directory, without the learner's state."""
+
+    def write_model(self, folder: Path) -> None:
+        """Write a Hugging Face directory of the full model, into which adapters are merged."""
 
 
 class FullWeights:
@@ -65,7 +69,7 @@ class FullWeights:
 
     @property
     def module(self) -> nn.Module:
-        return self.model
+        return trunk_of(self.model)
 
     def views(self) -> Mapping[str, torch.Tensor]:
         return hf_views(self.model)
@@ -77,17 +81,20 @@ class FullWeights:
         return export(self.model, self._weights, self._quantise)
 
     def base(self) -> None:
-        """Return None: all weights are published."""
+        """Return None: an engine needs no frozen weights, since all weights are trained and published."""
 
     def write(self, folder: Path) -> None:
         write_model(self.model, folder, dtype=self._weights, assets=self._assets)
+
+    write_model = write
 
 
 @dataclass(frozen=True)
 class LoadRequest:
     """A checkpoint to load, and the settings to load it with.
 
-    `seed`: for the initial adapters. `resumed`: whether a learner saved it; otherwise it is a starting checkpoint."""
+    `seed`: for the initial adapters. `resumed`: whether a learner saved it; otherwise it is a starting checkpoint.
+    `replicated`: whether each of several ranks holds the full model, instead of a part of it."""
 
     path: Path
     config: LearnerConfig
@@ -96,6 +103,7 @@ class LoadRequest:
     quantise: Quantise
     seed: int
     resumed: bool
+    replicated: bool = False
 
     @property
     def base(self) -> Path:
@@ -164,6 +172,9 @@ class LoraWeights:
         kind = stored_dtype(self._weights)
         write_adapter(folder, self.views(), self.adapters.config, self._base, dtype=kind)
 
+    def write_model(self, folder: Path) -> None:
+        write_model(self.model, folder, dtype=self._weights, assets=self._base)
+
 
 def load_trainable(request: LoadRequest) -> Trainable:
     """Load the trainable weights from a learner's checkpoint or from a starting checkpoint.
@@ -189,8 +200,8 @@ def load_trainable(request: LoadRequest) -> Trainable:
 
 def set_recompute(model: Transformer, recompute: bool) -> Transformer:
     """Turn activation checkpointing on or off. Returns the model."""
-    for block in model.blocks:
-        block.recompute = recompute  # type: ignore[assignment]
+    for block in (*model.blocks, *(head.block for head in model.mtp)):
+        block.recompute = recompute
     return model
 
 
@@ -198,7 +209,7 @@ def lora_modules(model: Transformer, on: LoraOn) -> tuple[str, ...]:
     """Return the modules of a model that get adapters, by the last parts of their names."""
     inside, names = (
         model.config.architecture.etude_name,
-        [name for matrix in quantisable_matrices(model) for name in matrix.rows],
+        [name for matrix in quantisable_matrices(model, mtp=False) for name in matrix.rows],
     )
     is_mlp = {module_name(name): module_name(inside(name)) in MLP for name in names}
     return tuple(sorted(name for name in is_mlp if on is LoraOn.ALL or is_mlp[name] == (on is LoraOn.MLP)))

@@ -75,7 +75,7 @@ def test_everything_that_is_wrong_is_told_at_once(glm: Path, capsys: pytest.Capt
         "there is no tokenizer.json",
     ):
         assert problem in said
-    assert "model.layers.2 (1 tensor): multi-token prediction is not supported" in said
+    assert "model.layers.2 (1 tensor): config.json has num_nextn_predict_layers = 0" in said
     assert "cannot use" in said
     assert "7 problems" in said
 

@@ -312,7 +312,7 @@ def test_followers_of_a_region_share_a_cache_and_those_without_its_disk_a_relay(
 @pytest.mark.parametrize(
     ("argv", "code", "says"),
     [
-        (["relay", "store", "--listen", "0.0.0.0:0"], 2, "anyone could read the weights"),
+        (["relay", "store", "--listen", "0.0.0.0:0"], 2, "anybody could read the weights"),
         (["relay", "store", "--listen", "8800"], 2, "is not an address"),
         (["relay", "stroe", "--listen", "127.0.0.1:0"], 2, "no store at stroe: the folder does not exist"),
         (["follow", "http://u:p@host", "--apply", "live", "--once"], 2, "only a host and a port"),
@@ -329,7 +329,7 @@ def test_followers_of_a_region_share_a_cache_and_those_without_its_disk_a_relay(
         (["publish", "none", "store"], 2, "no checkpoint at none"),
         (["publish", "c0", "store", "--name", "A/b"], 2, "channel name 'A/b' is not allowed"),
         (["publish", "c0", "store", "--key", "none"], 2, "none cannot be read"),
-        (["publish", "c0", "store", "--key", "c0/model.safetensors"], 2, "contains no key"),
+        (["publish", "c0", "store", "--key", "c0/model.safetensors"], 2, "does not contain a key"),
         (["key", "c0/model.safetensors"], 2, "exists"),
         (["key", "no/where"], 2, "no/where cannot be written"),
     ],
@@ -539,7 +539,7 @@ def test_a_follower_does_not_wait_over_a_directory_of_another_model(steps) -> No
     command = [sys.executable, "-m", "etude.cli", "weights", "follow", "store", "--apply", "other"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
-    assert "other holds another checkpoint than channel 'policy'" in done.stderr
+    assert "other has another checkpoint than channel 'policy'" in done.stderr
     assert Path("other/model.safetensors").read_bytes() == before
 
 

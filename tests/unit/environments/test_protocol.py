@@ -131,7 +131,7 @@ def test_a_user_whom_a_machine_cannot_become_is_a_command_that_did_not_start():
 
 def test_what_an_untouched_machine_cannot_confine_is_the_hosts_fault():
     refusal = ConfinementFailed(
-        "the limits of a command could not be set", "joining its control group", hint="check the machine's limits"
+        "the limits of a command could not be set", "joining its control group", hint="raise the machine's limits"
     )
     with pytest.raises(MachineError, match="could not be set"):
         as_outcome(refusal, used=False)

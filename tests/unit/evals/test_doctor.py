@@ -244,7 +244,7 @@ def test_a_router_that_is_not_shown_leaves_the_others_routes_where_they_are() ->
 
 def test_an_engine_of_another_model_is_refused_by_its_routes() -> None:
     engine = ReferenceEngineSide(model(F32, sizes=LARGE["qwen3-moe, 384"]))
-    with pytest.raises(EngineError, match="belong to another model"):
+    with pytest.raises(EngineError, match="do not fit the model of this command"):
         examine(engine, LearnerSide(model(F32)), PROMPTS, max_tokens=4, seed=0, exact=False, budget=Budget(1.0, 1.0))
 
 

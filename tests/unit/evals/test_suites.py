@@ -173,7 +173,7 @@ def test_a_result_is_read_as_it_was_written_and_damage_is_named(tmp_path: Path) 
         read_record(path)
     assert str(damaged.value).count("hint:") == 1
     path.write_text("{")
-    with pytest.raises(StoreError, match="is not a result"):
+    with pytest.raises(StoreError, match="is not the result"):
         read_record(path)
     with pytest.raises(StoreError, match="cannot be read"):
         read_record(tmp_path)  # a folder

@@ -411,5 +411,5 @@ def test_a_file_of_a_later_format_is_refused_by_name(tmp_path, kit):
     facts = json.loads(table.schema.metadata[b"etude.batch"]) | {"format": 6}
     pq.write_table(table.replace_schema_metadata({b"etude.batch": json.dumps(facts).encode()}), path)
     for read in (read_trace, read_index, lambda path: read_rollout(path, "g000000.0")):
-        with pytest.raises(LedgerError, match="it has format 6, and this version of etude supports 1 to 5"):
+        with pytest.raises(LedgerError, match="a trace has format 6"):
             read(path)

@@ -23,7 +23,7 @@ from etude.gateway.dialects.shared import HARMLESS
 from etude.gateway.dialects.text import NEUTRAL_OF_TEXT
 from etude.gateway.dialects.text import read as read_text_request
 from etude.harness import standard_tools
-from etude.records import Completion
+from etude.records import Completion, Sampling
 from etude.records.completion import StopReason, VersionSpan
 from etude.testing import make_version
 
@@ -271,6 +271,7 @@ def test_a_stream_contains_the_text_of_the_response_and_no_more(
         signatures=standard_tools().signatures,
         stop=stop,
         prompt_ids=np.zeros(1, np.int32),
+        sampling=Sampling(max_tokens=64, stop_token_ids=()),
     )
     assert answer.text.startswith(spoken.sent)
 

@@ -69,3 +69,33 @@ def test_tools_that_differ_only_within_their_parameters_are_rendered_as_they_are
         del signatures
     assert prompts[0] == prompts[2] != prompts[1]
     assert '"two"' in prompts[1]
+
+
+class Counted:
+    """A tokeniser that counts the characters that it tokenises."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.num_chars = tokenizer, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        self.num_chars += sum(map(len, texts))
+        return self._tokenizer.encode_batch_fast(texts, **options)
+
+
+def test_instructions_and_tools_are_tokenised_once_for_all_conversations(tmp_path: Path) -> None:
+    folder = chats.make(tmp_path, "qwen")
+    chat = ChatFormat.load(folder)
+    counted: Any = Counted(chat.tokens.tokenizer)
+    chat.tokens.tokenizer = counted
+    signatures = chat.signatures(TOOLS)
+    system = {"role": "system", "content": "be brief <|im_end|> <think> \ue000 " * 40}
+    for i in range(5):
+        talk = [system, {"role": "user", "content": f"{i}: " + "fix it " * 100}]
+        before = counted.num_chars
+        ids = chat.encode_prompt(talk, signatures)
+        new = counted.num_chars - before
+        assert new > 2500 if i == 0 else 700 < new < 800
+        assert ids.tolist() == ChatFormat.load(folder).encode_prompt(talk, signatures).tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from functools import cache
 from typing import Any
@@ -38,10 +39,18 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 
 
+Make = Callable[[int], Transformer]
+
+
+def tiny(step: int) -> Transformer:
+    """The model at version `step`."""
+    return Transformer(TINY, seed=1 + step)
+
+
 @cache
-def weights(step: int) -> Weights:
+def weights(step: int, make: Make = tiny) -> Weights:
     """The weights of version `step`."""
-    views = hf_views(Transformer(TINY, seed=1 + step))
+    views = hf_views(make(step))
     return {n: Tensor("f32", tuple(v.shape), v.contiguous().numpy().view(np.uint32).ravel()) for n, v in views.items()}
 
 
@@ -83,9 +92,11 @@ class ByHand:
         drafter: Drafter | None = None,
         operators: Operators | None = None,
         model: Transformer | None = None,
+        make: Make = tiny,
         **settings: Any,
     ) -> None:
-        self.model = model or Transformer(TINY, seed=1 + step, operators=operators)
+        plain = Transformer(TINY, seed=1 + step, operators=operators) if make is tiny else make(step)
+        self.model, self.make = model or plain, make
         config = EngineConfig(**{"max_sequences": 24, "context_tokens": 256, **settings})
         self.engine = ReferenceEngine(self.model, version=version(step), config=config, drafter=drafter)
         if self.engine._speculator is not None:
@@ -98,7 +109,7 @@ class ByHand:
 
     def swap(self, step: int) -> None:
         """Replace the weights before the next step."""
-        done = self.engine.swap(everything(self.model, weights(step), step))
+        done = self.engine.swap(everything(self.model, weights(step, self.make), step))
         self._calls()
         self.engine._apply_swaps()
         assert done.result().version == version(step)
@@ -126,9 +137,9 @@ class ByHand:
         return self.finish([self.submit(request) for request in requests])
 
 
-def alone(request: CompletionRequest, like: Completion) -> Completion:
+def alone(request: CompletionRequest, like: Completion, make: Make = tiny) -> Completion:
     """What one request is answered without speculation, under the versions of the tokens of `like`."""
-    by_hand = ByHand(step=like.spans[0].version.step, max_sequences=1)
+    by_hand = ByHand(step=like.spans[0].version.step, max_sequences=1, make=make)
     running, num = by_hand.submit(request), 0
     for before, after in zip(like.spans, like.spans[1:], strict=False):
         num += before.num_tokens

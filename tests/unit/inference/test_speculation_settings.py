@@ -185,6 +185,7 @@ def test_the_setting_of_an_engines_process_is_a_name_or_an_import_path() -> None
 
     assert config() is config("--speculation", "off") is Speculation.OFF
     assert config("--speculation", "look-up") is Speculation.LOOK_UP
+    assert config("--speculation", "heads") is Speculation.HEADS
     assert config("--speculation", "my_package.drafters:Mine") == Plugin("my_package.drafters:Mine")
-    with pytest.raises(argparse.ArgumentTypeError, match="'look up' is none of off, look-up, and no import path"):
+    with pytest.raises(argparse.ArgumentTypeError, match="is none of off, heads, look-up, and no import path"):
         speculation("look up")

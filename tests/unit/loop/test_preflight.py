@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from etude.config import build
 from etude.errors import ConfigError, Exit, InputError
+from etude.inference.config import Speculation
 from etude.loop.config import EvalsConfig, RunConfig
 from etude.loop.preflight import (
     check_experts,
+    check_heads,
     check_mid_training,
     check_start,
     log_short_splits,
@@ -83,6 +87,30 @@ def test_mid_training_of_a_start_needs_a_corpus_of_its_own(tmp_path: Path) -> No
     unused = build(RunConfig, {"start": "checkpoint", "mid_training": {"lr": 1.0}})
     check_mid_training(unused, ModelConfig(), ["mid_training.lr", "seed"], said.append)
     assert said == ["start is set and mid_training.corpus is not: no mid-training; not used: mid_training.lr"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "heads", "says"),
+    [
+        ({"engine": {"speculation": "heads"}}, 0, "'heads' is not possible: the model has no MTP heads"),
+        ({"learner": {"ranks": 2}}, 1, "learner.ranks = 2 is not possible: the model has 1 MTP heads"),
+        (
+            {"fleet": {"engines": ["vllm"]}, "numerics": {"mode": "native"}},
+            1,
+            "and vLLM has no memory for their weights",
+        ),
+    ],
+)
+def test_mtp_heads_that_a_run_cannot_use_are_refused_before_it_starts(
+    settings: dict[str, Any], heads: int, says: str
+) -> None:
+    check_heads(build(RunConfig, {"engine": {"speculation": "heads"}}), ModelConfig(mtp_heads=1))
+    check_heads(build(RunConfig, {"mid_training": {"mtp_heads": 1}, "engine": {"speculation": "heads"}}), ModelConfig())
+    config = build(RunConfig, settings)
+    check_heads(replace(config, engine=replace(config.engine, speculation=Speculation.OFF)), ModelConfig())
+    with pytest.raises(ConfigError) as refused:
+        check_heads(config, ModelConfig(mtp_heads=heads))
+    assert says in str(refused.value)
 
 
 def test_the_context_of_engines_may_be_that_after_mid_training() -> None:

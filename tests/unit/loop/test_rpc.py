@@ -198,7 +198,9 @@ def test_what_fits_into_no_frame_is_named_and_the_child_lives_on():
     async def work(caller):
         with pytest.raises(EtudeError, match="the answer of a call is too large: it has 2"):
             await caller.call("large", bytes, 20_000, deadline_s=60)
-        with pytest.raises(MessageTooLarge, match=r"a call of take is too large: it has 2.* bytes, allowed are 10000"):
+        with pytest.raises(
+            MessageTooLarge, match=r"a call of take is too large: it has 2.* bytes, at most 10000 are allowed"
+        ):
             await caller.call("take", bytes, bytes(20_000), deadline_s=60)
         assert await caller.call("large", bytes, 5_000, deadline_s=60) == bytes(5_000)
 

@@ -99,7 +99,7 @@ def test_a_run_that_was_signed_goes_on_with_its_key_alone(tmp_path: Path, key: P
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [(None, "cannot be read"), ("not hex", "contains no key"), ("ab", "32 bytes")]
+    ("text", "says"), [(None, "cannot be read"), ("not hex", "does not contain a key"), ("ab", "32 bytes")]
 )
 def test_a_key_that_is_none_is_refused_before_the_run_starts(tmp_path: Path, text: str | None, says: str) -> None:
     path = tmp_path / "key"

@@ -494,7 +494,7 @@ def test_a_machine_that_cannot_be_measured_keeps_its_cause(tmp_path, capsys):
         (["--set", "learner.lora_rank=4000"], "an adapter of rank above"),
         (
             ["--set", "fleet.engines=[]", "--set", "fleet.listen=127.0.0.1:0"],
-            "hint: give the number of engines that will join: --engines",
+            "hint: give the number of engines that will join: --engines N",
         ),
     ],
 )

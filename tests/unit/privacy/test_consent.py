@@ -78,7 +78,7 @@ def test_lost_or_exchanged_keys_are_an_error_and_not_another_subject(tmp_path):
         PrivacyFolder(tmp_path / "a")
     assert not secret.exists()
     secret.write_bytes((tmp_path / "b" / "keys" / "secret").read_bytes())
-    with pytest.raises(PrivacyError, match="belongs to other keys"):
+    with pytest.raises(PrivacyError, match="was not written with the keys in"):
         PrivacyFolder(tmp_path / "a")
     secret.write_bytes(kept[:5])
     with pytest.raises(PrivacyError, match="damaged"):

@@ -330,5 +330,5 @@ def test_another_process_that_changed_the_release_first_wins(tmp_path: Path) -> 
 def test_a_file_that_is_no_database_is_told_in_three_parts(tmp_path: Path) -> None:
     path = tmp_path / "releases.sqlite"
     path.write_bytes(b"not a database" * 100)
-    with pytest.raises(EtudeError, match="cannot be used"):
+    with pytest.raises(EtudeError, match="cannot be read or written"):
         Releases(path)

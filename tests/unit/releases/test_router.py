@@ -13,7 +13,8 @@ from tests.unit.releases.played import begun
 from etude.gateway import GatewayConfig, Keys, ServedModel, create_app, serving
 from etude.records import Completion, CompletionRequest
 from etude.releases import Arm
-from etude.releases.router import MAX_AGE_S, ReleaseRouter
+from etude.releases.assignment import MAX_AGE_S
+from etude.releases.router import ReleaseRouter
 from etude.stores import MemoryStore
 from etude.testing import ScriptedEngine
 

@@ -257,7 +257,7 @@ def answering(status: str, body: bytes) -> Iterator[str]:
 def test_a_listing_that_no_relay_gives_is_refused(body: bytes) -> None:
     with answering("200 OK", body) as url, pytest.raises(StoreError, match="cannot be listed") as caught:
         HttpStore(url).list("manifests/")
-    assert caught.value.facts == "the response is no list of keys"
+    assert caught.value.facts == "the response is not a list of keys"
 
 
 def test_a_refusal_that_cannot_be_read_is_one() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from benchmarks.learner.sharded_ranks import Job, Trained, steps
 
+from etude import progress
 from etude.errors import ParityError
 from etude.numerics.config import NumericsConfig, Quantise
 from etude.numerics.factory import operators_for
@@ -40,7 +41,7 @@ def troubled(ranks: RankGroup, job: Job) -> tuple[str, Trained]:
         learner.forward_backward(msgspec.structs.replace(batch, samples=samples))
     except ParityError as error:
         said = str(error)
-    ranks.heartbeat()
+    progress.tick()
     return said, steps(learner, job)
 
 

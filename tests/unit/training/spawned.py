@@ -6,6 +6,7 @@ import os
 import signal
 
 import torch
+from torch import distributed
 
 from etude.errors import TaskError
 from etude.models import Transformer
@@ -16,7 +17,7 @@ from etude.training.data_parallel import RankGroup
 def first_logit(model: Transformer) -> float:
     """A probe that reads something off the model."""
     assert not model.training
-    return float(model(torch.tensor([1]))[0][0, 0])
+    return float(model(torch.tensor([1], device=model.cos.device))[0][0, 0])
 
 
 class Killed(BaseException):
@@ -31,13 +32,21 @@ def die(at: list[int], model: Transformer) -> float:
     return 0.0
 
 
+def end_process(at: list[int], model: Transformer) -> float:
+    """A probe that ends the rank's process at one of its calls."""
+    at[0] -= 1
+    if at[0] == 0:
+        os._exit(9)
+    return 0.0
+
+
 def fail(ranks: RankGroup, how: str) -> None:
     """Rank 1 fails or dies while rank 0 waits for it; or both go on without a step."""
     if how == "error" and ranks.rank == 1:
         raise TaskError("the corpus moved", hint="put it back")
     if how == "death" and ranks.rank == 1:
         os._exit(9)
-    ranks.all_reduce(torch.ones(1))
+    distributed.all_reduce(torch.ones(1))
     if how == "stall":
         signal.pause()
 

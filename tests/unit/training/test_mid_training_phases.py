@@ -19,8 +19,8 @@ from etude.errors import ConfigError, CorpusError, InputError
 from etude.models import ModelConfig, load_model
 from etude.training import MidTrained, MidTrainingConfig, mid_train, write_corpus
 from etude.training.config import MidTrainingPhase
-from etude.training.data_parallel import SingleProcess
 from etude.training.mid_training_phases import open_documents, plan_phases, verify_corpora
+from etude.training.process_group import SINGLE_PROCESS
 
 sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks import by name, and inherit the path
 spawned = importlib.import_module("spawned")
@@ -151,18 +151,20 @@ def test_phases_have_their_own_rates_lengths_and_rope_which_the_result_keeps(
     rates: dict[str, list[float]] = {"main": [], "long": []}
     longest: dict[str, int] = {}
 
-    class Reporting(mid_training._Run):  # type: ignore[misc, name-defined]
-        def _report(self, step: int, **values: float) -> None:
+    class Reporting(mid_training.TextTraining):  # type: ignore[misc, name-defined]
+        def _report(self, **values: float) -> None:
             rates[self.plans[self.phase].settings.name].append(values["lr"])
 
-    job = mid_training._Job(config, SIZES, None, tmp_path / "mid", None, tokenizer, 0, None, None)
-    run = Reporting(SingleProcess(), job)
-    for step, spans in enumerate(run.batches):
-        run.train_step(step)
+    out = tmp_path / "mid"
+    job = mid_training.Job(config, SIZES, out, assets=tokenizer)
+    mid_training.begin(job)
+    run = Reporting(job, SINGLE_PROCESS)
+    for spans in run.batches:
+        run.train_step()
         name = run.plans[run.phase].settings.name
         longest[name] = max(longest.get(name, 0), int((spans[:, 1] - spans[:, 0]).max()))
-        assert run.model.config.context_tokens == (32 if name == "main" else 64)
-        assert len(run.model.cos) == run.model.config.context_tokens
+        assert run.core.model.config.context_tokens == (32 if name == "main" else 64)
+        assert len(run.core.model.cos) == run.core.model.config.context_tokens
     assert longest == {"main": 32, "long": 64}
     assert rates["main"] == pytest.approx([1e-2 * min(1, (i + 1) / 3) for i in range(len(rates["main"]))])
     assert max(rates["long"]) <= 1e-3

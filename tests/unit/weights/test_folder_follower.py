@@ -287,7 +287,7 @@ def test_a_directory_of_another_model_is_refused_and_stays_as_it_was(tmp_path: P
     with CheckpointFolder(tmp_path) as folder:
         follower = FolderFollower(store, folder)
         for _ in range(2):
-            with pytest.raises(InputError, match="holds another checkpoint than channel 'policy'") as found:
+            with pytest.raises(InputError, match="has another checkpoint than channel 'policy'") as found:
                 follower.advance()
         assert repr("v" if other == "names" else "w") in found.value.facts
     assert {file: file.read_bytes() for file in before} == before

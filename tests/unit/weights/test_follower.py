@@ -105,15 +105,15 @@ def test_a_head_before_the_least_version_is_not_moved_to(policy: Policy) -> None
     _, versions = published(store, policy, range(2))
     _, later = published(other, policy, range(4))
     follower = Follower(store)
-    with pytest.raises(Behind, match=f"{later[3]} is not there") as caught:
+    with pytest.raises(Behind, match=f"{later[3]} is not published") as caught:
         follower.advance(at_least=later[3])
     assert str(versions[1]) in caught.value.facts
     assert follower.version is None
     assert follower.advance(at_least=versions[1]) is not None
     assert Follower(store).advance(at_least=versions[0]) is not None
-    with pytest.raises(Behind, match="is not there"):
+    with pytest.raises(Behind, match="is not published"):
         Follower(MemoryStore()).advance(at_least=versions[0])
-    with pytest.raises(Behind, match="is not there"):
+    with pytest.raises(Behind, match="is not published"):
         follower.advance(exactly=later[3])
     restarted = Channel(other).publish(policy(9), step=1, parent=later[0], rollout_ids=[])
     late = Follower(other)

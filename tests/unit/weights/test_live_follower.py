@@ -389,7 +389,7 @@ def test_pointers_are_followed_by_the_rules_of_every_follower(policy: Policy) ->
     assert store.compare_and_swap("pointers/policy", store.get("pointers/policy"), old)
     with pytest.raises(WeightsError, match="moved back"):
         engine.follower.prepare()
-    with pytest.raises(Behind, match="is not there"):
+    with pytest.raises(Behind, match="is not published"):
         engine.follower.prepare(exactly=Version(step=9, incarnation="0a1b2c3d", digest="ab" * 32))
     assert engine.holds(policy(2))
     point(store, "policy", names[0])

@@ -68,7 +68,7 @@ class EtudeEnvironment(BaseEnvironment):
 
     @property
     def capabilities(self) -> EnvironmentCapabilities:
-        """What tasks can request of this environment: machines have no network."""
+        """The capabilities that tasks can request of this environment: machines have no network."""
         return EnvironmentCapabilities(disable_internet=True)
 
     def _validate_definition(self) -> None:
@@ -115,9 +115,10 @@ class EtudeEnvironment(BaseEnvironment):
     ) -> ExecResult:
         """Run a command with `sh -c` in the machine and return its exit code, stdout and stderr.
 
-        `cwd`, `env`, `timeout_sec`: None for the image's directory, no further variables, and a day. `user`: None for
-        Harbor's default, else root if the machine has it. Raises `TimeoutError` at the deadline, `RuntimeError` for
-        more than `MAX_TRANSFER_BYTES` of output, `MachineError` if the machine is not started or is lost.
+        `cwd`: None for the image's directory. `env`: further variables. `timeout_sec`: None for a day. `user`: None for
+        Harbor's default user; if there is none, root if the machine has it. Raises `TimeoutError` at the deadline,
+        `RuntimeError` for more than `MAX_TRANSFER_BYTES` of output, `MachineError` if the machine is not started or is
+        lost.
         """
         code, stdout, stderr = await self._run(
             ["sh", "-c", command],

@@ -24,7 +24,8 @@ _LONGEST_NUDGE_S = 1.0
 
 
 class ChannelLost(Exception):
-    """Raised when no answer will come: the channel has ended, or the request's deadline has passed (`late` is True)."""
+    """Raised when a request gets no answer, because the channel has ended or the request's deadline has passed (`late`
+    is True)."""
 
     def __init__(self, why: str, *, late: bool = False) -> None:
         super().__init__(why)
@@ -48,7 +49,8 @@ class Handler(Protocol):
 
 
 class Channel:
-    """A channel to an agent over connected descriptors, which it owns and closes. For one event loop.
+    """A channel to the agent (the program in a machine that serves requests) over file descriptors, which it closes at
+    its end. For one event loop.
 
     `read_fd`, `write_fd`: descriptors to read from and to write to; `write_fd` None: `read_fd` is used in both
     directions.
@@ -56,7 +58,7 @@ class Channel:
     `after` is for an agent that was restored from a snapshot: bytes that mark the end of its old output. Everything up
     to this mark is skipped. Answers to unknown requests are ignored until the first answer to a known request.
 
-    `nudge_s` is for transports over which an agent can miss a wake-up. If the agent has not confirmed what was sent
+    `nudge_s` is for transports over which an agent can miss a wake-up. If the agent has not confirmed the sent bytes
     within this many seconds, PING is sent again, at doubling intervals. None: never.
     """
 
@@ -140,8 +142,9 @@ class Channel:
     async def paused(self, deadline_s: float) -> AsyncIterator[None]:
         """Pause sending for a `with` block, which begins when the agent has processed everything that was sent before.
 
-        So a snapshot of the agent can be taken between two frames. What is sent meanwhile is queued until the block
-        ends. One block at a time. Raises `ChannelLost` if the channel ends, or after `deadline_s` seconds.
+        So a snapshot of the agent can be taken between two frames. Calls of `send` during the block are queued until it
+        ends. There can be only one such block at a time. Raises `ChannelLost` if the channel ends, or after
+        `deadline_s` seconds.
         """
         self._require_open()
         self._queued = bytearray()

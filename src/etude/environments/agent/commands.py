@@ -126,8 +126,8 @@ class ConfinementFailed(MachineError):
 def as_outcome(refusal: UnknownUser | ConfinementFailed, *, used: bool) -> ExecResult:
     """Return the result of a command that the agent refused to start: exit code 126, as in a shell.
 
-    `used`: whether commands have run in the machine before; they may have caused the refusal. If not, a
-    `ConfinementFailed` is raised, since then the host is to blame.
+    `used`: whether commands have run in the machine before, since these may have caused the refusal. Otherwise the host
+    must have caused a `ConfinementFailed`, which is then raised.
     """
     if isinstance(refusal, ConfinementFailed) and not used:
         raise refusal
@@ -140,7 +140,11 @@ def as_outcome(refusal: UnknownUser | ConfinementFailed, *, used: bool) -> ExecR
 def _refusal(number: int, text: str) -> Exception:
     if text in _USER_ERRORS:
         return UnknownUser(text)
-    return ConfinementFailed("the limits of a command could not be set", text, hint="check the machine's limits")
+    return ConfinementFailed(
+        "the limits of a command could not be set",
+        text,
+        hint="raise the machine's limits ([machines] in a config), or check those of the host (ulimit -a)",
+    )
 
 
 async def _feed(channel: Channel, number: int, stdin: bytes | AsyncIterable[bytes], handler: _CommandHandler) -> None:

@@ -29,7 +29,7 @@ _SOURCES = 3  # of a copy, tried in turn
 class Costs:
     """Expected durations on an idle host, in seconds. `Placement` corrects them by what it measures.
 
-    - `batch_s`: for a batch of machines, with its messages; plus `fork_s` for each machine in it
+    - `batch_s`, `fork_s`: a batch of machines takes `batch_s`, messages included, plus `fork_s` for each machine in it
     - `copy_s`: to copy a snapshot from another host until it can be forked
     - `upload_s`: the part of a copy in which the sending host can send nothing else
     - `full_s`: not a duration; the waiting time by which a completely full host is made less attractive
@@ -48,7 +48,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Choice:
-    """A chosen host, and when it will have the snapshot.
+    """A chosen host, and the time at which it will have the snapshot.
 
     `there_s`: that time, by the caller's clock. `sources`: hosts to copy the snapshot from, the best first; empty if
     the host has it.
@@ -62,9 +62,9 @@ class Choice:
 class Chooser:
     """Chooses the host that starts a batch of machines, and estimates each host's speed from measurements.
 
-    `costs`: expected durations on an idle host. `seed`: of the random choice of candidates. `suspect_s`: a host whose
-    last heartbeat is older than this is not chosen. `short_s`: a batch with a shorter expected duration
-    counts less in the estimate. Times are in seconds, and `now_s` is the current time by the caller's clock.
+    `costs`: expected durations on an idle host. `seed`: the seed for the random choice of candidates. `suspect_s`: a
+    host whose last heartbeat is older than this is not chosen. `short_s`: a batch with a shorter expected duration has
+    less weight in the estimate. Times are in seconds, and `now_s` is the current time by the caller's clock.
     """
 
     def __init__(self, hosts: Hosts, costs: Costs, *, seed: int, suspect_s: float, short_s: float) -> None:
@@ -121,15 +121,15 @@ class Chooser:
     def heartbeat(self, host: Host) -> None:
         """Record a heartbeat: the host's slowness moves a little towards the median.
 
-        So a slow host is tried again some day.
+        So a host that was slow is chosen again after some time.
         """
         host.slowness += 0.02 * (self.typical - host.slowness)
         host.is_too_slow = host.is_too_slow and self.is_slow(host)
 
     def record_start(self, host: Host, base_s: float, took_s: float) -> None:
-        """Record that a batch started after `took_s` seconds; the costs alone predicted `base_s`.
+        """Record that a batch started after `took_s` seconds, while `Costs` predicted `base_s`.
 
-        Short batches count little, since one lost message dominates their time.
+        Short batches have little weight, since one lost message dominates their time.
         """
         ratio = min(_SLOWEST, max(0.25, took_s / max(1e-6, base_s)))
         host.slowness += 0.25 * min(1.0, base_s / self._short_s) * (ratio - host.slowness)

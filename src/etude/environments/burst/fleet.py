@@ -68,11 +68,11 @@ class FleetRuntime:
 
     - `hosts`: host name to host
     - `need`: resources that one machine takes on average
-    - `seed`: of the random choice of hosts
+    - `seed`: the seed for the random choice of hosts
     - `lease_s`: how many seconds a host may be silent before it counts as lost
     - `beat_s`: seconds between heartbeats
     - `costs`: expected durations of forks and copies
-    - `late_s`: a fork that is this many seconds late is also tried on another host
+    - `late_s`: a fork that takes this many seconds longer than expected is also tried on another host
     - `max_waiting`: the most callers that may wait for free slots
     - `clock`: returns the time in seconds; replaced in tests
 
@@ -183,7 +183,7 @@ class FleetRuntime:
     async def unpack(self, packed: bytes) -> str:
         """Load a packed snapshot on one of the emptiest hosts, as `Portable.unpack` does.
 
-        If those fail, the host where it was packed is tried. Raises `MachineError` if no host can load it.
+        If these hosts fail, the host where it was packed is tried. Raises `MachineError` if no host can load it.
         """
         try:
             origin, state = msgspec.msgpack.decode(packed, type=tuple[str, bytes])
@@ -336,9 +336,9 @@ class FleetRuntime:
             await self.beat()
 
     async def beat(self) -> None:
-        """Do one round of heartbeats: check all hosts, and give up those that have been silent for too long.
+        """Do one round of heartbeats: check all hosts, and mark those as lost that have not responded for too long.
 
-        Once machines were forked, this happens every `beat_s` seconds.
+        It is called automatically every `beat_s` seconds after the first fork.
         """
         await asyncio.gather(*map(self._heartbeat, self._hosts))
         review = self._placement.review(self._clock())
@@ -455,7 +455,7 @@ MAX_RECIPES = 16_384
 
 @dataclass
 class Recipe:
-    """What one snapshot of the fleet was prepared from.
+    """The files and the image from which one snapshot of the fleet was prepared, so that further hosts can prepare it.
 
     `files`: path to content. `id_by_host`: host name to the snapshot's id in that host's runtime. `of_machine`: it is
     the state of a used machine, so it has no files and no image and exists on one host only.

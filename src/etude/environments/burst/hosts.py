@@ -72,7 +72,8 @@ class Host:
 
     @property
     def fullness(self) -> float:
-        """Fraction of the host in use, from 0 to 1: the larger of what is reserved here and what the host reports."""
+        """The fraction of the host in use, from 0 to 1: the larger of the reserved share of its resources and the load
+        that it reports."""
         taken = self.cores / self.capacity.cores, self.memory_bytes / self.capacity.memory_bytes
         return max(*taken, self.pressure)
 
@@ -83,7 +84,7 @@ class Host:
 
 
 class SnapshotHosts:
-    """The hosts that have one snapshot, and since when each has it.
+    """The hosts that have one snapshot, and the time since which each has it.
 
     `need`: resources of one machine of the snapshot. `copyable`: whether other hosts can get the snapshot.
     """
@@ -114,7 +115,8 @@ class SnapshotHosts:
         self.since_s[host.name] = min(since_s, self.since_s.get(host.name, since_s))
 
     def confirm(self, name: str) -> None:
-        """Record proof that the host has the snapshot: it has forked from it. `name`: the host's name."""
+        """Record that the host certainly has the snapshot, since it has forked machines from it. `name`: the host's
+        name."""
         if name in self.since_s:
             self.confirmed.add(name)
             self._arrived(name)

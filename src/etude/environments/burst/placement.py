@@ -37,7 +37,7 @@ class Batch:
     - `snapshot`, `host`: the snapshot's id and the host's name
     - `n`: number of machines; `need`: resources of each
     - `sources`: hosts to copy the snapshot from, tried in turn; empty if the host has it
-    - `there_s`: when the host should have the snapshot, by the caller's clock
+    - `there_s`: the time at which the host should have the snapshot, by the caller's clock
     """
 
     id: int
@@ -53,7 +53,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Review:
-    """What the caller of `Placement.review` has to do.
+    """The result of `Placement.review`, which the caller must act upon.
 
     `batches`: new attempts, to be sent to their hosts. `lost`: batches that had started on a lost host; their `n` is
     the number of machines that had not ended. `hosts`: names of the hosts that were lost now.
@@ -108,12 +108,12 @@ class _Group:
 class Placement:
     """The state of all hosts, snapshots and batches, and the decisions about them.
 
-    - `seed`: of the random choice of hosts
+    - `seed`: the seed for the random choice of hosts
     - `costs`: expected durations
-    - `batch`: the most machines of one group
+    - `batch`: the largest number of machines of one group
     - `lease_s`: how long a host may run machines after its last answered heartbeat
-    - `margin_s`: how long after that its machines count as lost
-    - `suspect_s`: a host that is silent for this long gets no new batches
+    - `margin_s`: how many seconds after the end of the lease the host's machines count as lost
+    - `suspect_s`: a host without a heartbeat for this long gets no new batches
     - `patience`, `grace_s`: a batch is overdue after `patience` times its expected wait plus `grace_s`
 
     All times are in seconds. The caller passes the current time as `now_s`.
@@ -215,8 +215,8 @@ class Placement:
         return tuple(self._copies[snapshot].since_s) if snapshot in self._copies else ()
 
     def choose_homes(self, n: int) -> list[str]:
-        """Return the names of up to n of the emptiest hosts, to prepare a new snapshot on; if possible no two in one
-        rack."""
+        """Return the names of up to n of the emptiest hosts, on which a new snapshot is to be prepared. If possible, no
+        two of them are in one rack."""
         emptiest = [host for host in self.hosts.emptiest(4 * n) if host.free_slots(Need())]
         first = {host.capacity.rack or host.name: host for host in reversed(emptiest)}
         spread = sorted(first.values(), key=lambda host: host.fullness)
@@ -253,7 +253,8 @@ class Placement:
         """Record at the time `now_s` that a host has forked the machines of a batch. Returns whether they are still
         wanted.
 
-        If not, because another batch has won the group or it was cancelled, close the machines and call `ended`.
+        If not, because another batch of the group started first or the group was cancelled, the caller must close the
+        machines and call `ended`.
         """
         batch = self._batches.get(batch_id)
         if batch is None:
@@ -364,7 +365,7 @@ class Placement:
         self._groups.pop(group_id, None)
 
     def rivals(self, batch_id: int) -> list[Batch]:
-        """Return the other batches of a batch's group that have not ended. Close them once the batch has won."""
+        """Return the other batches of a batch's group that have not ended. Close them when the batch has started."""
         group = self._groups.get(self._batches[batch_id].group) if batch_id in self._batches else None
         return [self._batches[other] for other in sorted(group.open) if other != batch_id] if group else []
 
@@ -377,7 +378,7 @@ class Placement:
 
     @property
     def waiting(self) -> int:
-        """Number of machines that were placed once and have no host now."""
+        """The number of machines whose batch was lost and that have no new host yet."""
         return sum(self._groups[group].n for group in self._unplaced if group in self._groups)
 
     # internals

@@ -51,8 +51,8 @@ class Variant(NamedTuple):
     """A changed test file.
 
     `source`: its text. `looks_original`: whether the change keeps the form of the test, so that code cannot recognise
-    it. `kind`: what was changed: "compared" (a literal), "raised" (an expected exception) or "turned" (an assertion was
-    negated or added).
+    it. `kind`: the kind of the change: "compared" (of a literal), "raised" (of an expected exception) or "turned" (an
+    assertion was negated or added).
     """
 
     source: str
@@ -70,7 +70,8 @@ _KindEdit = tuple[_Edit, str]
 
 
 def variants_of_test(source: str, names: Sequence[str], index: int, rng: random.Random) -> Iterator[Variant]:
-    """Yield variants of a test file that one test should fail, the least recognisable first.
+    """Yield variants of a test file in which one test is changed so that correct code fails it. Variants that are
+    hardest to recognise come first.
 
     `source`: the text of the file. `names`: the names of the test's class and method, or of its function. `index`: the
     row of the test's `parametrize` values to change, from 0. Yields nothing if the file is not Python or has no such

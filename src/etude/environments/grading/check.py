@@ -40,7 +40,8 @@ async def grade_check(
 ) -> Graded:
     """Grade a submission with the function in `answer.test_code`: reward 1 if it passes, else `Rejected` is raised.
 
-    `deadline_s`: for both runs of the test together. Raises `GradingFault` if the task or the host is to blame.
+    `deadline_s`: the most seconds for both runs of the test together. Raises `GradingFault` if the task or the host is
+    to blame.
     """
     verdicts = await _verdicts(machines, answer, submission, deadline_s)
     if verdicts[0] != ["passes"]:

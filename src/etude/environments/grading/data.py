@@ -42,8 +42,8 @@ async def grade_cases(
     """Grade a submission by the results of function calls: reward 1 if all are as expected, else 0.
 
     The share of right results is recorded as a measure. `cases`: the calls with their expected results. `deadline_s`:
-    for all calls together. Raises `Rejected` if the calls were not all answered, `GradingFault` if the task or the host
-    is to blame.
+    the most seconds for all calls together. Raises `Rejected` if a call was not answered, `GradingFault` if the task or
+    the host is to blame.
     """
     nonce = new_nonce()
     order = random.Random(nonce).sample(range(len(cases)), len(cases))

@@ -167,9 +167,9 @@ async def simulate_exports(
 ) -> dict[str, bytes]:
     """Return the exports of an agent that writes these files and then runs this command, such as a reference solution.
 
-    `files`: path to content. `argv`: the command; empty: none. With neither, these are the exports of the untouched
-    machine. `deadline_s`: for the command. Raises `MachineError`, and `TaskError` if a file cannot be written or the
-    command fails.
+    `files`: path to content. `argv`: the command; empty: no command. Without files and command, these are the exports
+    of the unchanged machine. `deadline_s`: the most seconds for the command. Raises `MachineError`, and `TaskError` if
+    a file cannot be written or the command fails.
     """
     [machine] = await runtime.fork(await prepare(runtime, task), 1)
     try:
@@ -178,7 +178,7 @@ async def simulate_exports(
             result = await machine.exec(argv, key="solve", deadline_s=deadline_s)
             if result.exit_code != 0:
                 facts = f"exit code {result.exit_code}: {result.output[-400:].decode(errors='replace')}"
-                hint = "run it in the task's machine by hand"
+                hint = "run the command by hand in the task's machine to see why it fails"
                 raise TaskError(f"the solution's command {argv[0]!r} failed", facts, hint=hint)
         return await take_exports(machine, task, runtime)
     finally:
@@ -186,7 +186,8 @@ async def simulate_exports(
 
 
 async def find_test_command_problem(runtime: Runtime, task: Task, answer: Answer, *, deadline_s: float = 10.0) -> str:
-    """Return why the task's test command cannot start beside the reference solution; "" if it starts.
+    """Check that the task's test command starts in a machine with the reference solution. Returns the reason why it
+    does not; "" if it does.
 
     What the tests report and how long they run does not matter; they are stopped after `deadline_s` seconds. Raises
     `MachineError`, and `TaskError` if the solution's files cannot be written.
@@ -219,7 +220,7 @@ async def _write(machine: Machine, files: Mapping[str, bytes]) -> None:
 async def reference_exports(runtime: Runtime, task: Task, answer: Answer) -> dict[str, bytes]:
     """Return the exports of an agent that found the reference solution, as path to content.
 
-    Raises what `simulate_exports` raises.
+    Raises the errors of `simulate_exports`.
     """
     files = {path: text.encode() for path, text in answer.reference.items()}
     if answer.reference_argv or task.state or task.image is not None:
@@ -232,7 +233,7 @@ async def reference_exports(runtime: Runtime, task: Task, answer: Answer) -> dic
 async def prepare(runtime: Runtime, task: Task) -> str:
     """Prepare the snapshot that the task's rollouts start from, and return its id.
 
-    Raises `MachineError`, also if this runtime's snapshots cannot hold what the task is graded by.
+    Raises `MachineError`, also if this runtime's snapshots do not contain everything that is needed to grade the task.
     """
     snapshot = await runtime.prepare({path: text.encode() for path, text in task.files.items()}, image=task.image)
     require_complete_snapshots(runtime, task)
@@ -240,7 +241,8 @@ async def prepare(runtime: Runtime, task: Task) -> str:
 
 
 def require_complete_snapshots(runtime: Runtime, task: Task) -> None:
-    """Check that the runtime's snapshots hold what the task is graded by. Raises `MachineError` otherwise.
+    """Check that the runtime's snapshots contain everything that is needed to grade the task. Raises `MachineError`
+    otherwise.
 
     A task that is graded by running processes needs snapshots with memory; one that is graded by the state of an
     image's machine needs snapshots of its whole filesystem.

@@ -72,8 +72,8 @@ class HiddenTestGrader:
     """Grades submissions with hidden tests, in machines of `runtime`.
 
     After all tests have passed, `repeats` of them run again, and `canaries` changed tests must fail. `max_machines`:
-    the most machines that run tests at once, over all grades. `run_all_tests`: False skips the remaining tests after a
-    failure.
+    the most machines that run tests at the same time, for all submissions together. `run_all_tests`: False skips the
+    remaining tests after a failure.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class HiddenTestGrader:
         """Find the tests that `tests` names, and changed tests that must fail, by running them on the reference
         solution.
 
-        `reference`: the exports of the reference solution. Raises `GradingFault` if the tests do not work there.
+        `reference`: the exports of the reference solution. Raises `GradingFault` if the tests do not pass there.
         """
         machines = self.machines(task, tests)
         own = {path: task.files[path] for path in _files_of(tests) if path in task.files}
@@ -122,7 +122,7 @@ class HiddenTestGrader:
         """Grade a submission: reward 1 if every named test passes, else 0. The share that passed is recorded as a
         measure.
 
-        `machines`, `plan`: what the methods of these names returned. `submission`: the agent's exports. Raises
+        `machines`, `plan`: the results of the methods with these names. `submission`: the agent's exports. Raises
         `Rejected` for a forged result or one that does not repeat, `GradingFault` if the task or the host is to blame.
         """
         first = await self._run_all(

@@ -68,7 +68,7 @@ class MachineGrader:
     async def grade(self, task: Task, answer: Answer, exports: Mapping[str, bytes]) -> Graded | Invalid:
         """Grade the exports (path to content) and return the outcome.
 
-        Everything that the agent or a machine can cause is an outcome; nothing is raised for it.
+        Every failure that the agent or a machine can cause is part of the outcome, and raises no exception.
         """
         trust = Trust.DATA if answer.cases else Trust.CODE if answer.verifier is None else task.trust
         try:

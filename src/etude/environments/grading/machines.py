@@ -62,8 +62,8 @@ class GradingMachines:
     - new modules whose name is in `reserved_modules`, in folders from which hidden files or commands import, unless the
       task declares their full path as an export
 
-    `python_finder` finds the name of the Python program in the task's image. Pass one `PythonFinder` for several tasks,
-    so that each image is tested once; None makes a new one.
+    `python_finder` finds the name of the Python program in the task's image. Pass the same `PythonFinder` for several
+    tasks, so that each image is tested once; None creates a new one.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class GradingMachines:
         return ROOT if self.task.state and ROOT in self.runtime.info.users else ""
 
     def path_of(self, path: str) -> str:
-        """Return where a verifier's file is in the machine.
+        """Return the path of a verifier's file in the machine.
 
         If the agent's processes still run there, it is in a folder that only root can enter.
         """
@@ -287,8 +287,8 @@ class GradingMachines:
         """Run one of the runner programs in a fresh machine and return its report, as plain data.
 
         `submission`: an agent's exports. `hidden`: path to text. `argv`: the command that starts the program.
-        `request`: what it gets as JSON on standard input, with the nonce added. `nonce`: None makes a new one. A
-        machine that the host lost is replaced once.
+        `request`: the data that it gets as JSON on standard input, with the nonce added. `nonce`: marks the report;
+        None: a new one. A machine that the host lost is replaced once.
 
         Raises `Rejected` (or its subclass `NoReport`) if there is no report because of the agent's files,
         `GradingFault` if the task or the host is to blame.

@@ -17,8 +17,8 @@ REASON_CHARS = 200
 class Rejected(Exception):
     """Raised when the agent's submission earns a reward of 0; `reason` is one line.
 
-    `forged`: results were forged, since a test passed that cannot pass. `over_limit`: the submission was too large to
-    be graded.
+    `forged`: whether results were forged, since a test passed that cannot pass. `over_limit`: the submission was too
+    large to be graded.
     """
 
     def __init__(self, reason: str, *, forged: bool = False, over_limit: bool = False) -> None:
@@ -27,9 +27,10 @@ class Rejected(Exception):
 
 
 class GradingFault(Exception):
-    """Raised when there is no verdict and the agent did not cause that.
+    """Raised when a submission cannot be graded, for a reason that the agent did not cause.
 
-    `boundary`: what failed, such as the task or a machine. `reason`: one line. `evidence`: the facts, for the log.
+    `boundary`: the part of the system that failed, such as the task or a machine. `reason`: one line. `evidence`: the
+    facts, for the log.
     """
 
     def __init__(self, boundary: Boundary, reason: str, evidence: str) -> None:
@@ -45,7 +46,7 @@ def graded(grade: float, share: float, trust: Trust, reason: str) -> Graded:
     """Return the outcome of a graded submission.
 
     `grade`: the reward, from 0 to 1. `share`: the share of hidden tests that pass, recorded as a measure only. `trust`:
-    what kind of grader decided.
+    the kind of the grader (`Trust`).
     """
     measures = {"tests": share, "pass": float(grade == 1.0)}
     return Graded.of(grade, measures, trust=trust, reason=one_line(reason), version=__version__)
@@ -54,7 +55,7 @@ def graded(grade: float, share: float, trust: Trust, reason: str) -> Graded:
 def rejected_grade(rejection: Rejected, trust: Trust) -> Graded:
     """Return the outcome of a rejected submission: reward 0.
 
-    The measures "forged" and "over_limit" of the outcome mark submissions that somebody should look at.
+    The measures "forged" and "over_limit" of the outcome mark submissions that a person should review.
     """
     flags = {"forged": rejection.forged, "over_limit": rejection.over_limit}
     measures = {"tests": 0.0, "pass": 0.0, **{name: 1.0 for name, is_so in flags.items() if is_so}}

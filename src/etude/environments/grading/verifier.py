@@ -309,9 +309,9 @@ async def installed_modules(
 ) -> frozenset[str]:
     """Return the names of the modules installed in an image that a new file in one of `folders` could shadow.
 
-    `image`: None: the runtime's own root filesystem. `folders`: paths relative to the working directory. `python`: name
-    of the Python program there. Returns an empty set if Python does not work there. Raises `MachineError` if the host
-    is to blame.
+    `image`: the image; None: the runtime's own root filesystem. `folders`: paths relative to the working directory.
+    `python`: name of the Python program there. Returns an empty set if Python does not work there. Raises
+    `MachineError` if the host is to blame.
     """
     [machine] = await runtime.fork(await runtime.prepare({}, image=image), 1)
     try:

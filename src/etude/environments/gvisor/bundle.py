@@ -160,10 +160,10 @@ def config(
 ) -> bytes:
     """Return the content of a sandbox's config.json.
 
-    `root`, `mounts`: the root folder and what `make_root` or `make_image_root` returned for it. `agent`: path of the
-    agent's program. `work`: the working directory. `user`: the default user of commands. `limits`, `host_name`: limits
-    and host name of the machine. `own_root`: whether `make_root` made the root; it is then read-only, with the working
-    directory in memory.
+    `root`, `mounts`: the root folder, and the mounts that `make_root` or `make_image_root` returned for it. `agent`:
+    path of the agent's program. `work`: the working directory. `user`: the default user of commands. `limits`,
+    `host_name`: limits and host name of the machine. `own_root`: whether `make_root` made the root; it is then
+    read-only, with the working directory in memory.
     """
     arguments = ["--stdio", "--work", work, "--user", user, "--path", PATH]
     for name, value in (("nproc", limits.processes), ("nofile", limits.open_files), ("as", limits.address_bytes)):

@@ -19,7 +19,7 @@ _ENTER = 'while [ "$1" != -- ]; do echo 0 > "$1" || exit 125; shift; done; shift
 
 
 class SandboxCgroups:
-    """The control groups of a runtime's sandboxes, numbered, at most `count`.
+    """The control groups of a runtime's sandboxes: at most `count`, which are numbered.
 
     On a host without usable control groups its methods do nothing, and sandboxes are not limited.
     """
@@ -41,7 +41,7 @@ class SandboxCgroups:
     def take(self) -> int:
         """Reserve a free group and return its number. It is created on first use.
 
-        Raises `OSError` if the kernel refuses, `IndexError` if no group is free.
+        Raises `OSError` if the kernel refuses to create it, `IndexError` if no group is free.
         """
         slot = self._free.pop()
         try:

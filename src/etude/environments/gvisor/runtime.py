@@ -36,9 +36,9 @@ _ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
 class GVisorRuntime:
     """A `Runtime` whose machines are gVisor sandboxes.
 
-    `limits`: of each machine; None for the defaults. `max_machines`: the most that are alive at once. `roots`: returns
-    the folder of an image's root filesystem by the image's digest (`ImageStore.root`); None: machines have the host's
-    toolchain, read-only, and no images.
+    `limits`: the limits of each machine; None for the defaults. `max_machines`: the most machines that are alive at
+    once. `roots`: returns the folder of an image's root filesystem by the image's digest (`ImageStore.root`); None:
+    machines have the host's toolchain, read-only, and no images.
 
     The constructor raises `MachineError` without `runsc` or the machine agent, or if gVisor cannot run here.
     """
@@ -179,7 +179,9 @@ class GVisorRuntime:
         except (ChannelLost, FileNotFoundError) as lost:
             log = sandbox.process.log_tail()
             await machine.close()
-            raise MachineError("a sandbox did not start", f"{lost}; {log}", hint="try: runsc do true") from None
+            raise MachineError(
+                "a sandbox did not start", f"{lost}; {log}", hint="test gVisor alone: runsc do true"
+            ) from None
         except (OSError, ValueError) as error:
             await machine.close()
             raise MachineError(

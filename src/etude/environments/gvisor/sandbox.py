@@ -66,8 +66,8 @@ class Sandbox:
     """A started sandbox: a `runsc` process. `read_fd` and `write_fd` are the pipes from and to its agent.
 
     - `folder`: contains its config.json; removed when the sandbox closes
-    - `platform`: what `probe_platform` returned
-    - `overlay`: what `memory_overlay` returned, for a writable root; else ""
+    - `platform`: the result of `probe_platform`
+    - `overlay`: for a writable root, the result of `memory_overlay`; else ""
     - `on_close`: called once when it closes
     - `groups`: the control groups to run in
 

@@ -81,7 +81,7 @@ def copy_folder(
 def walk_at(
     root: int, at: str, skip: Callable[[str], bool] = lambda path: False
 ) -> Iterator[tuple[str, os.stat_result, int, str]]:
-    """Yield what `listing.walk` yields for the folder `at` below the folder with the descriptor `root`.
+    """Yield the folder `at` below the folder with the descriptor `root`, and everything in it, as `listing.walk` does.
 
     `skip` gets paths relative to `root`."""
     fd = open_in(root, at or ".", os.O_RDONLY | os.O_DIRECTORY)
@@ -113,5 +113,5 @@ def copy_one(found: os.stat_result, folder: int, name: str, tree: Tree, target: 
 
 
 def root_owned(found: os.stat_result) -> Owner:
-    """Return the owner root with the permissions of a stat result."""
+    """Return an `Owner` with the user root and the permissions in `found`."""
     return Owner(stat.S_IMODE(found.st_mode))

@@ -400,7 +400,9 @@ def ignored(text: str) -> Callable[[str], bool]:
     rules = []
     lines = text.splitlines()
     if len(lines) > MAX_LINES:
-        raise BadSource(f".dockerignore has {len(lines)} lines", f"at most {MAX_LINES}", hint="use fewer patterns")
+        raise BadSource(
+            f".dockerignore has {len(lines)} lines", f"at most {MAX_LINES} are allowed", hint="use fewer patterns"
+        )
     for line in lines:
         line = line.strip()
         if line and not line.startswith("#"):

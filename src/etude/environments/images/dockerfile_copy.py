@@ -44,7 +44,7 @@ class CopyStep(NamedTuple):
 
 @dataclass(frozen=True)
 class CopySources:
-    """Where COPY and ADD take files from: the build context, or images of `store`.
+    """The sources of COPY and ADD: the build context, or images of `store`.
 
     `context` is the descriptor of the context's folder; paths for which `skip` is true are left out."""
 

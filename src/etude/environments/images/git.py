@@ -71,7 +71,9 @@ def git(
         raise git_missing() from None
     except subprocess.TimeoutExpired:
         facts = f"git {args[0]} took more than {deadline_s:g} s"
-        raise BadSource(f"{repository} cannot be read", facts, hint="check whether it is on a slow disk") from None
+        raise BadSource(
+            f"{repository} cannot be read", facts, hint="copy the repository to a faster disk, or try again"
+        ) from None
     if done.returncode:
         raise git_failed(repository, args, done.stderr)
     return done.stdout or b""

@@ -65,7 +65,8 @@ class Budget:
 
 
 def too_large(facts: str, limit: str) -> BadSource:
-    """Build the error for an exceeded limit: `facts` says by what, `limit` is its name in `ImageLimits`."""
+    """Build the error for an exceeded limit. `facts` describes the excess, and `limit` is the limit's name in
+    `ImageLimits`."""
     hint = f"leave out files that machines do not need, or raise ImageLimits.{limit}"
     return BadSource("the image is too large", facts, hint=hint)
 

@@ -156,7 +156,7 @@ class ImageStore:
     def find(self, digest: str, contents: Collection[bytes]) -> list[str]:
         """Return the paths of the files of an image whose content equals one of `contents`.
 
-        This checks that an image does not contain the answer of a task."""
+        It is used to check that an image does not contain the answer of a task."""
         wanted = {hashlib.sha256(content).hexdigest() for content in contents}
         return [entry.path for entry in self.listing(digest) if entry.kind == "f" and entry.content in wanted]
 
@@ -239,7 +239,7 @@ class ImageStore:
         self._write(self.path / "steps" / key, record)
 
     def remove(self, name: str) -> int:
-        """Remove a name, or all names of a digest; the image is deleted with its last name.
+        """Remove a name of an image, or, given a digest, all names of that image. An image without a name is deleted.
 
         Returns the number of deleted bytes. Raises `InputError` if the image does not exist or is in use."""
         record = self.get(name)

@@ -66,7 +66,11 @@ def members(read: Read) -> Iterator[tuple[Member, Iterator[bytes]]]:
                 extra["path" if kind == b"L" else "linkpath"] = os.fsdecode(text.split(b"\0")[0])
             continue
         if kind not in _KINDS:
-            raise BadSource(f"an entry of the archive has the kind {kind!r}", "sparse or unknown", hint=_HINT)
+            raise BadSource(
+                f"an entry of the archive has the kind {kind!r}",
+                "it is a sparse file or of an unknown kind",
+                hint=_HINT,
+            )
         member = _apply_records(member, everywhere | extra, old=kind != b"7")
         extra, num_headers = {}, 0
         content = _content(read, member.size)

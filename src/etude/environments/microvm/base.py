@@ -42,7 +42,7 @@ class Base:
     - `hardware`: the hardware that it was booted on
     - `ram`: descriptor of the memory file, closed when this object is garbage-collected
     - `start`: the snapshot of the booted guest
-    - `boot`: tells this boot from others with the same name
+    - `boot`: an id of this boot, different for other boots with the same name
     """
 
     def __init__(self, name: str, hardware: Hardware, ram: int, start: Snapshot) -> None:

@@ -38,8 +38,8 @@ sh -c 'grep x /etc/passwd | sed s/x/y/ | sort | head -1' ; sync
 class GuestImage(NamedTuple):
     """A root filesystem that a guest can boot from.
 
-    `name`: tells it from others. `record`, `root`: the image of a store and the folder of its files; both None for the
-    guest image itself, which `etude machines image microvm` built.
+    `name`: a name that identifies it. `record`, `root`: the image of a store and the folder of its files; both None for
+    the guest image itself, which `etude machines image microvm` built.
     """
 
     name: str
@@ -48,7 +48,7 @@ class GuestImage(NamedTuple):
 
     @classmethod
     def of(cls, image: Image | None, own: BaseImage, roots: Callable[[str], Path] | None) -> GuestImage:
-        """Look up what to boot for `image`. None: the guest image `own`.
+        """Find the root filesystem that is booted for `image`; for None, the guest image `own`.
 
         `roots`: returns the folder of an image's root filesystem by its digest; None: there is no store. Raises
         `MachineError` if the image does not exist.

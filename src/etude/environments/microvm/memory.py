@@ -33,7 +33,7 @@ for _call in (_libc.process_vm_readv, _libc.process_vm_writev):
 
 
 class Pages(NamedTuple):
-    """Pages of a guest's memory that differ from its base.
+    """Pages of a guest's memory that differ from the booted image (`Base`).
 
     `numbers`: page numbers in the guest's memory, ascending, shape [P]. `content`: their bytes, shape [P, PAGE].
     """
@@ -51,7 +51,7 @@ NONE = Pages(np.empty(0, np.int64), np.empty((0, PAGE), np.uint8))
 
 
 class Mapping(NamedTuple):
-    """Where the guest's memory is in a QEMU process: process id, first address, and size."""
+    """The location of a guest's memory in a QEMU process: process id, first address, and size in bytes."""
 
     pid: int
     start: int

@@ -48,8 +48,8 @@ def require(tools: dict[str, str]) -> None:
 def run(command: Sequence[str], what: str, *, deadline_s: float, env: dict[str, str] | None = None) -> bytes:
     """Run a program and return its standard output.
 
-    `what`: what the program does, as the subject of errors, such as "resolving packages". `env`: further environment
-    variables. Raises `MachineError` if it fails or takes longer than `deadline_s` seconds.
+    `what`: the purpose of the program, as the subject of errors, such as "resolving packages". `env`: further
+    environment variables. Raises `MachineError` if it fails or takes longer than `deadline_s` seconds.
     """
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     environment = {"PATH": path, "LANG": "C.UTF-8", "HOME": "/", **(env or {})}
@@ -124,7 +124,7 @@ class Apt:
     def fetch(self, names: Sequence[str], files: dict[str, str], log: Log) -> list[Package]:
         """Download packages and check their signed hashes. Returns them sorted by file name.
 
-        `names`: the packages. `files`: what `closure` returned for them. `log` is called with lines about the progress.
+        `names`: the packages. `files`: the result of `closure` for them. `log` is called with lines about the progress.
         Raises `MachineError`.
         """
         missing = [name for name in files if not (self.archives / name).exists()]

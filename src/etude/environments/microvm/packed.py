@@ -34,7 +34,7 @@ _LENGTH = struct.Struct("<I")
 class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The header of a packed snapshot.
 
-    - `key`: digest of the key that sealed it
+    - `key`: digest of the key with which it is signed
     - `base`, `boot`: names of the booted image (`Base.name`) and of its boot (`Base.boot`)
     - `image`: the image of a store that was booted; None for the guest image
     - `devices`: bytes of device state
@@ -78,8 +78,8 @@ def key_in(folder: Path) -> bytes:
 def pack(snapshot: Snapshot, *, base: str, boot: str, image: Image | None, key: bytes, max_bytes: int) -> bytes:
     """Return a snapshot as bytes. Raises `ValueError` if these are more than `max_bytes`.
 
-    `base`, `boot`: `Base.name` and `Base.boot` of the booted image that it is a difference to. `image`: the store's
-    image that was booted; None for the guest image. `key`: what `key_in` returned.
+    `base`, `boot`: `Base.name` and `Base.boot` of the booted image, of which the snapshot stores only the differences.
+    `image`: the store's image that was booted; None for the guest image. `key`: the result of `key_in`.
     """
     extents = overlay.extents(snapshot.disk)
     size, devices, pages = os.fstat(snapshot.disk).st_size, snapshot.devices, snapshot.pages
@@ -101,7 +101,7 @@ def pack(snapshot: Snapshot, *, base: str, boot: str, image: Image | None, key: 
 
 
 def head_of(packed: bytes, key: bytes) -> Head:
-    """Check packed bytes and return their header. `key`: what `key_in` returned.
+    """Check packed bytes and return their header. `key`: the result of `key_in`.
 
     Raises `ValueError` if the bytes are damaged or forged, `MachineError` if another user or host packed them.
     """

@@ -47,7 +47,7 @@ class Hardware(NamedTuple):
 
 
 class Boot(NamedTuple):
-    """What a guest boots from: a kernel, and `initial`, a descriptor of the initramfs."""
+    """The files from which a guest boots: the path of a kernel, and `initial`, a descriptor of the initramfs."""
 
     kernel: Path
     initial: int
@@ -67,7 +67,7 @@ class Qemu:
     """A running QEMU process, whose guest boots or waits for a snapshot to be loaded.
 
     `ram`: descriptor of the memory file; a booting guest writes to it, others map it privately. `boot`: what to boot;
-    None: wait for a snapshot. Its `channel` is this end of the socket to the guest's agent; its `disk` is the
+    None: wait for a snapshot. The attribute `channel` is this end of the socket to the guest's agent, and `disk` is the
     descriptor of the file with the guest's disk writes. The constructor raises `MachineError` if QEMU cannot be
     started.
     """
@@ -110,7 +110,7 @@ class Qemu:
         return self.monitor
 
     def mapping(self) -> memory.Mapping:
-        """Return where the guest's memory is in the QEMU process. Raises `MachineError`."""
+        """Return the location of the guest's memory in the QEMU process. Raises `MachineError`."""
         return memory.find(self.process.pid, self._ram, self.hardware.memory_bytes)
 
     async def load(self, state: bytes, *, deadline_s: float) -> None:
@@ -139,7 +139,8 @@ class Qemu:
         return monitor.begin("xen-save-devices-state", filename=f"/proc/self/fd/{self.state}", live=False)
 
     async def saved(self, saving: int) -> bytes:
-        """Wait for a device state and return it. `saving`: what `begin_saving` returned. Raises `MachineError`."""
+        """Wait for a device state and return it. `saving`: the number that `begin_saving` returned. Raises
+        `MachineError`."""
         await (await self.connect()).answer(saving)
         return os.pread(self.state, os.fstat(self.state).st_size, 0)
 

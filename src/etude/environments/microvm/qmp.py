@@ -55,7 +55,8 @@ class Monitor:
         return self._next
 
     async def answer(self, number: int, *, deadline_s: float = 10.0) -> Any:
-        """Wait for a command and return its result. `number`: what `begin` returned. Call it once for each command."""
+        """Wait for a command and return its result. `number`: the number that `begin` returned. Call it once for each
+        command."""
         command = self._in_progress[number]
         async with self._lock:
             try:
@@ -106,7 +107,9 @@ class Monitor:
         except (OSError, ValueError, RecursionError) as error:
             raise MachineError("QEMU's monitor cannot be read", str(error)[:200], hint="fork another machine") from None
         if message is None:
-            raise MachineError("QEMU is gone", "its monitor is closed", hint="fork another machine")
+            raise MachineError(
+                "QEMU is gone", "the connection to its monitor (QMP) is closed", hint="fork another machine"
+            )
         if not isinstance(message, dict):
             raise MachineError("QEMU's monitor cannot be read", "it is not a JSON object", hint="fork another machine")
         return message

@@ -180,8 +180,8 @@ class MicroVMRuntime:
     async def unpack(self, packed: bytes) -> str:
         """Load a packed snapshot, as `Portable.unpack` does.
 
-        Raises `MachineError` if the booted image that it is a difference to is not here: it was packed on another host,
-        by another user, or with another image or other limits.
+        Raises `MachineError` if the booted image, of which the snapshot stores only the differences, is not on this
+        host: the snapshot was packed on another host, by another user, or with another image or other limits.
         """
         self._require_open()
         key = await asyncio.to_thread(packing.key_in, self._bases)
@@ -336,9 +336,10 @@ class Guest:
     """A running guest: its QEMU process, and its `machine`. Closing the machine ends the guest.
 
     - `image`: name of the booted image
-    - `after`: bytes of the agent's stream that end the output from before the snapshot (`snapshots.restore`)
+    - `after`: the agent may first send the rest of the output of the guest that was saved in the snapshot; the output
+      of this guest begins after these bytes (`snapshots.restore`)
     - `env`, `users`: environment variables and users of commands
-    - `keep`: stores a snapshot and returns its id
+    - `keep`: a function that stores a snapshot and returns its id
     - `ended`: called when the machine is closed
     """
 

@@ -27,8 +27,9 @@ _RESUME_S = 20.0
 class Snapshot:
     """The state of a guest, which never changes.
 
-    `image`: name of the booted image that it is a difference to. `devices`: QEMU's device state. `pages`: memory that
-    differs. `disk`: descriptor of the file with the disk writes, closed with this object.
+    `image`: name of the booted image, of which the snapshot stores only the differences. `devices`: QEMU's device
+    state. `pages`: the memory pages that differ. `disk`: descriptor of the file with the disk writes, closed with this
+    object.
     """
 
     def __init__(self, image: str, devices: bytes, pages: Pages, disk: int) -> None:
@@ -89,8 +90,8 @@ async def restore(guest: Qemu, snapshot: Snapshot, *, host_name: str) -> bytes:
     """Restore a snapshot into a waiting QEMU process and give the machine a new random seed, clock and host name.
 
     Returns the frame with which the agent confirms the new identity; it contains a random number. All bytes that the
-    agent sent before this frame belong to the machine of the snapshot, may begin within a frame, and must be ignored.
-    Raises `MachineError`.
+    agent sends before this frame belong to the machine of the snapshot and must be ignored; they may begin in the
+    middle of a frame. Raises `MachineError`.
     """
     try:
         await _await_uninterrupted(asyncio.create_task(asyncio.to_thread(_fill, guest, snapshot)))

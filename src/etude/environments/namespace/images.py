@@ -41,8 +41,8 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 class ImageState(NamedTuple):
     """A snapshot of an image's machine.
 
-    `tree`: a TREE frame for the working directory, or b"". `layer`: what was changed in the root, as a tar layer, or
-    b"".
+    `tree`: a TREE frame for the working directory, or b"". `layer`: the changes in the root filesystem, as a tar layer,
+    or b"".
     """
 
     image: Image
@@ -55,7 +55,7 @@ class ImageState(NamedTuple):
 
 
 def unpack_state(frame: bytes) -> ImageState | None:
-    """Decode a frame of `ImageState.pack`. Returns None for the frame of a plain file tree.
+    """Decode the bytes that `ImageState.pack` returned. Returns None for the frame of a file tree.
 
     Raises `ValueError` for anything else.
     """

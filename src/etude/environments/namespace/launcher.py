@@ -56,7 +56,7 @@ _HINT = (
 class MachineHandle(NamedTuple):
     """A new machine, as the launcher created it. The receiver must `close` it.
 
-    - `number`: the launcher's number of it; `slot`: unique among the machines that are alive
+    - `number`: the number that the launcher gave it; `slot`: a number that is unique among the machines that are alive
     - `init_pid`: PID of its first process, as the launcher sees it
 
     The other fields are open descriptors:
@@ -109,13 +109,13 @@ def discard_pending(pending: PendingMachine) -> None:
 class LauncherProcess:
     """A started launcher process, which creates machines of one kind.
 
-    - `limits`: of each machine; `max_machines`: the most that are alive at once
+    - `limits`: the limits of each machine; `max_machines`: the most machines that are alive at once
     - `python`, `prefix`: path of the interpreter inside the machines, and the folder where it is installed
     - `agent`: path of the agent's program; "": machines have no agent
-    - `image`: what `images.image_settings` returned; None: machines have no image
+    - `image`: the result of `images.image_settings`; None: machines have no image
 
-    The launcher lives as long as this process, or any fork of it that never calls exec, holds the other end of its
-    sockets. The constructor raises `MachineError` if machines cannot be created on this host.
+    The launcher ends when the other end of its sockets is closed, in this process and in all forks of it that have not
+    called exec. The constructor raises `MachineError` if machines cannot be created on this host.
     """
 
     def __init__(
@@ -224,8 +224,8 @@ class LauncherProcess:
     ) -> asyncio.Future[CommandEnd]:
         """Start a command in a machine and return a future for its end.
 
-        `streams`: descriptors of its request and its output, then of its standard error and input if `flags` (of
-        `guest.packets`) say so. `tell` is called with `ProcessStarted` once the command runs. The future raises
+        `streams`: descriptors of its request and its output, then, depending on `flags` (constants of `guest.packets`),
+        of its standard error and input. `tell` is called with `ProcessStarted` once the command runs. The future raises
         `MachineError` if the launcher or the runner dies.
         """
         if tell is not None:
@@ -239,12 +239,14 @@ class LauncherProcess:
         return self._last_number
 
     def end_one(self, number: int) -> None:
-        """Kill the command `number`, whose deadline has passed; it ends as timed out. Does nothing if it has ended."""
+        """Kill the command `number`, whose deadline has passed; its result then has `timed_out`. Does nothing if it has
+        ended."""
         if number in self._running and self.failure is None:
             self._send_packet(self._commands, HEAD.pack(END_ONE, number), [])
 
     def signal_all(self, handle: MachineHandle, kind: bytes) -> asyncio.Future[CommandEnd]:
-        """Kill, stop or continue all processes in a machine, and return a future for the end of that.
+        """Kill, stop or continue all processes in a machine, and return a future that is done when all are killed,
+        stopped or continued.
 
         `kind`: END_ALL, STOP_ALL or CONTINUE_ALL.
         """
@@ -361,7 +363,7 @@ class LauncherProcess:
         self._on_started.clear()
 
     def shut_down(self) -> None:
-        """End all machines without waiting for that. Idempotent."""
+        """Start to end all machines, without waiting until they have ended. Idempotent."""
         if self._lifeline >= 0:
             if self.failure is None:
                 self._set_failed("closed")

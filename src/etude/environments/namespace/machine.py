@@ -463,7 +463,8 @@ class PipeOutput(OutputBuffer):
         return bool(data)
 
     def end(self) -> bool:
-        """Read what is left after the command has ended; return whether a process that it left behind can still write.
+        """Read the remaining output after the command has ended. Returns whether a process that the command started
+        still has the pipe open.
 
         If so, the pipe is drained and its data discarded until that process ends or `close` is called.
         """

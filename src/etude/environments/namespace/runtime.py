@@ -43,22 +43,22 @@ _IMAGE_SPARE = 2  # machines of each image created in advance
 
 
 class MachineWarning(UserWarning):
-    """A machine still occupies its slot after it was killed."""
+    """Warns that a machine still occupies its slot a minute after it was killed."""
 
 
 class NamespaceRuntime:
     """A `Runtime` whose machines are made of Linux namespaces. A fork takes about a millisecond of CPU time per
     machine.
 
-    - `limits`: of each machine; None for the defaults
+    - `limits`: the limits of each machine; None for the defaults
     - `max_machines`: the most machines that are alive at once
     - `spare`: machines that are created in advance
     - `python`, `prefix`: the interpreter inside the machines, and the folder where it is installed; None: this one
     - `images`: a store whose images machines can start from; None: no images
     - `with_agent`: False runs without the machine agent, as if it had not been built
 
-    A killed machine whose processes are not gone after a minute keeps its slot until they are: closing it gives a
-    `MachineWarning`, and `MachineError` once half of the slots are kept like that.
+    If the processes of a killed machine have not ended after a minute, the machine keeps its slot until they end.
+    Closing it then gives a `MachineWarning`, or raises `MachineError` if half of the slots are kept in this way.
 
     The constructor raises `MachineError` on a host without namespaces.
 
@@ -127,7 +127,8 @@ class NamespaceRuntime:
 
     @property
     def limits(self) -> dict[str, str]:
-        """What enforces each limit on this host, as text: a control group where possible, else a weaker mechanism.
+        """The mechanism that enforces each limit on this host, as text: a control group where possible, else a weaker
+        one.
 
         The keys are "memory", "pids", "cpu", "disk" and "users".
         """
@@ -449,7 +450,7 @@ class MachinePool:
             self._ready.extend(self.launcher.spawn(missing))
 
     def shut_down(self) -> None:
-        """End all machines without waiting for that; `wait` waits."""
+        """Start to end all machines, without waiting until they have ended; `wait` waits for it."""
         self.launcher.shut_down()
         self._abandon()
 

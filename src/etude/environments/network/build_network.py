@@ -35,7 +35,7 @@ class ListensOnLoopback(Protocol):
 
 
 class BuildNetwork:
-    """What the commands of an image build can reach over the network.
+    """The network that the commands of an image build can reach.
 
     `packages` is a folder of downloaded packages, which a mirror serves; None means no mirror. `allow` lists the hosts
     that the proxy may connect to; it appends a line about each request to `log`. The attribute `key` identifies these

@@ -152,7 +152,7 @@ class ConnectionServer:
 
 
 async def close_writer(writer: asyncio.StreamWriter, deadline_s: float) -> None:
-    """Send what is left in the buffer and close the connection; abort it after `deadline_s` seconds."""
+    """Send the rest of the buffer and close the connection; abort it after `deadline_s` seconds."""
     writer.close()
     try:
         with contextlib.suppress(OSError, TimeoutError):

@@ -248,10 +248,11 @@ def _plain(path: str) -> str:
 
 
 def entry_of(path: str, line: str, target: str, link: str) -> Found | None:
-    """Parse what the shell programs print about one path.
+    """Parse the output of the shell programs for one path.
 
-    `line` is the output of `stat` for the path itself, `target` the mode in hex of what it leads to, `link` the target
-    of a symbolic link. Returns None if the file was deleted meanwhile (an empty `line`). Raises `ValueError`.
+    `line` is the output of `stat` for the path itself, `target` the mode, in hex, of the file or folder at the end of a
+    link, `link` the target of a symbolic link. Returns None if the file was deleted meanwhile (an empty `line`). Raises
+    `ValueError`.
 
     >>> found = entry_of("/a/b", "81a4 5 1000 me us 77 1700000000 2023-11-14 22:13:20.0 +0000\\n", "81a4\\n", "")
     >>> found.entry.type, found.entry.size, found.entry.permissions

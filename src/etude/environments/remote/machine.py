@@ -89,7 +89,7 @@ class RemoteMachine:
         await self.write_all({path: data})
 
     async def write_all(self, files: Mapping[str, bytes]) -> None:
-        """Write files, given by path, with as few requests as possible. Raises what `write` raises."""
+        """Write files, given by path, with as few requests as possible. Raises the errors of `write`."""
         self._require_open()
         batch: dict[str, bytes] = {}
         for path, data in files.items():

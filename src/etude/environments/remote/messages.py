@@ -193,9 +193,9 @@ class ProcessEvent(Message, frozen=True, kw_only=True):
 class Entry(Message, frozen=True, kw_only=True):
     """A file, folder or link of a sandbox.
 
-    `type` is a name such as "FILE_TYPE_FILE"; for a link it is the type of what it leads to. `size` is in bytes, as
-    text, since protobuf's JSON has 64-bit numbers as text. `mode` has the permission bits, and `permissions` the same
-    as "-rw-r--r--". `modified_time` is in RFC 3339."""
+    `type` is a name such as "FILE_TYPE_FILE"; for a link it is the type of the file or folder to which it leads. `size`
+    is in bytes, as text, since protobuf's JSON has 64-bit numbers as text. `mode` has the permission bits as a number,
+    and `permissions` as text, such as "-rw-r--r--". `modified_time` is in RFC 3339."""
 
     name: str = ""
     type: str = "FILE_TYPE_UNSPECIFIED"
@@ -211,7 +211,7 @@ class Entry(Message, frozen=True, kw_only=True):
 
 
 class WithEntry(Message, frozen=True, kw_only=True):
-    """Response of the RPCs Stat, MakeDir and Move: the file or folder that they are about."""
+    """Response of the RPCs Stat, MakeDir and Move: the file or folder after the operation."""
 
     entry: Entry = Entry()
 

@@ -38,7 +38,7 @@ _TICK_S = 0.5  # between two checks of leases
 
 @dataclass(frozen=True)
 class Template:
-    """What a sandbox can be created from: files for its working directory, and an image.
+    """A template for sandboxes: files for the working directory, and an image.
 
     Without an image, the machine has the runtime's default root filesystem."""
 
@@ -48,7 +48,8 @@ class Template:
 
 @dataclass(frozen=True)
 class CreatedSandbox:
-    """What the creator of a sandbox learns: its id, its access token and the template it was made from."""
+    """The response to the creation of a sandbox: its id, its access token and the template from which it was
+    created."""
 
     id: str
     token: str
@@ -56,11 +57,11 @@ class CreatedSandbox:
 
 
 class Hold:
-    """A snapshot that the runtime must not drop until `release`; its size counts against the account's quota.
+    """Protects a snapshot from being dropped by the runtime, until `release`. Its size counts for the account's quota.
 
-    A runtime drops unheld snapshots when it has too many, which would let one account displace the snapshots of others.
-    `state` is the runtime's id of the snapshot. Raises `ApiError` (429) over the quota, `MachineError` if the runtime
-    has dropped the snapshot already."""
+    A runtime drops snapshots when it has too many. Without this protection, one account could thus remove the snapshots
+    of others. `state` is the runtime's id of the snapshot. Raises `ApiError` (429) over the quota, `MachineError` if
+    the runtime has dropped the snapshot already."""
 
     def __init__(self, runtime: Runtime, account: Account, state: str) -> None:
         self.state, self._account = state, account
@@ -451,10 +452,10 @@ class _Snapshot(NamedTuple):
 class AccountSnapshots:
     """The snapshots of one account, found by id or name.
 
-    A snapshot is disposable if it has no name, or only a name that etude's clients gave: they prepare it again. An
-    account has at most `MAX_SNAPSHOTS`; when another is added, the least recently used disposable one is deleted. All
-    others stay until the account deletes them. `hold` is called with the runtime's id of each of these, so that the
-    runtime keeps it.
+    A snapshot is disposable if it has no name, or only a name that etude's clients gave, since these prepare a missing
+    snapshot again. An account has at most `MAX_SNAPSHOTS`; when another is added, the least recently used disposable
+    one is deleted. All others stay until the account deletes them. `hold` is called with the runtime's id of each of
+    these, so that the runtime keeps it.
 
     >>> snapshots = AccountSnapshots(lambda state: None)
     >>> first = snapshots.add("tree", "mine")
@@ -503,7 +504,7 @@ class AccountSnapshots:
     def add_imported(self, state: str) -> str:
         """Add a snapshot without a name, unless it is known already, and return its id.
 
-        `state` is its id in the runtime. Raises what `add` raises."""
+        `state` is its id in the runtime. Raises the errors of `add`."""
         wanted = _Snapshot(state, ())
         known = next((snapshot_id for snapshot_id, snapshot in self._snapshots.items() if snapshot == wanted), None)
         return known or self.add(state, None)

@@ -32,8 +32,8 @@ def create_app(
 ) -> Starlette:
     """Build the ASGI app that serves the machines of `runtime` to the accounts of `keys`.
 
-    `templates` are what sandboxes can be created from, by name. `clock` returns seconds, for leases. The app's
-    `state.manager` is its `SandboxManager`. The caller must close the runtime."""
+    `templates` are the templates of sandboxes, by name. `clock` returns seconds, for leases. The app's `state.manager`
+    is its `SandboxManager`. The caller must close the runtime."""
     config = config or ServerConfig()
     manager = SandboxManager(runtime, templates or {}, config, clock=clock)
     account_routes = [*SandboxRoutes(manager, keys, config).routes(), *StateRoutes(manager, keys, config).routes()]

@@ -26,7 +26,8 @@ MAX_PLAIN_INT = 1 << 62
 
 
 def pack(value, depth=0):
-    """Return values of exactly the builtin types as JSON data. Raises `TypeError` for anything else.
+    """Convert a value to JSON data. It may contain only builtin types, no subclasses. Raises `TypeError` for anything
+    else.
 
     `depth`: how deeply `value` is nested in the packed value.
     """
@@ -47,7 +48,7 @@ def pack(value, depth=0):
 
 
 def unpack(packed, spoil=False):
-    """Return the value that `pack` packed; with `spoil`, change every atom and every length in it."""
+    """Convert the result of `pack` back to the value. With `spoil`, every number, text and length in it is changed."""
     if type(packed) is not dict:
         return spoiled(packed) if spoil else packed
     [(name, content)] = packed.items()
@@ -64,7 +65,7 @@ def unpack(packed, spoil=False):
 
 
 def spoiled(atom):
-    """Return another value of a similar type, for None, a bool, a number or a string."""
+    """Return a value that differs from `atom` and has a similar type. `atom`: None, a bool, a number or a string."""
     if atom is None or type(atom) is bool:
         return not atom
     return atom + "?" if type(atom) is str else -atom - 17
@@ -102,7 +103,8 @@ def serve_calls(lines, out):
 
 
 def rebuilt(kind, text):
-    """Return an exception of the class `kind`, or of the nearest base class that accepts one text."""
+    """Create an exception with this text, of the class `kind` or its nearest base class that accepts one text as
+    argument."""
     for each in getattr(kind, "__mro__", ()):
         try:
             if issubclass(each, BaseException):
@@ -113,7 +115,7 @@ def rebuilt(kind, text):
 
 
 class RemoteModules:
-    """Calls the agent's modules, which run in the other machine. The test's process makes its calls through this."""
+    """Calls functions of the agent's modules, which run in another machine, for the process that runs the test."""
 
     def __init__(self, lines, out, nonce, modules):
         self.lines, self.out, self.nonce, self.modules = lines, out, nonce, modules
@@ -138,7 +140,8 @@ class RemoteModules:
         return unpack(reply[1], self.spoil)
 
     def answer_to(self, call):
-        """Return the recorded answer to a call if this is the second run, else send the call and return its answer."""
+        """Return the answer to a call. In the first run of the test the call is sent; in the second run its recorded
+        answer is returned."""
         key = json.dumps(call)
         before, reply = next(self.replay, ("", None))
         if before != key:
@@ -184,7 +187,7 @@ class Finder:
 
 
 def run(test, remote, module, function):
-    """Run the test on the remote function. Returns "" if it passes, else why it fails."""
+    """Run the test on the remote function. Returns "" if it passes, else the reason why it fails."""
     try:
         space: dict = {"__name__": "hidden"}
         exec(compile(test, "<hidden>", "exec"), space)  # noqa: S102

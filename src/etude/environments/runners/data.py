@@ -44,7 +44,8 @@ def call(module: str, function: str, args: list[object]) -> list[object]:
 
 
 def results_of_fork(calls: list[list[object]]) -> list[bytes]:
-    """Make calls one after the other in a fork. Returns their results as JSON lines, as far as the fork gets."""
+    """Make calls one after the other in a fork. Returns their results as JSON lines; there are fewer if the fork ends
+    early."""
     read_fd, write_fd = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -87,7 +88,7 @@ def results(calls: list[list[object]]) -> list[object]:
 
 
 def load(module: str) -> None:
-    """Import a module for all calls. If that raises, each call will raise it again."""
+    """Import a module for all calls. If the import raises an error, each call raises it again."""
     try:
         importlib.import_module(module)
     except BaseException:  # noqa: BLE001 - see above

@@ -45,8 +45,8 @@ def last_line(text):
 
 
 class Plugin:
-    """A pytest plugin that records the collected tests and the reports. It runs test `index`, or none if that is
-    None."""
+    """A pytest plugin that records the collected tests and the reports. It runs the test with number `index`; None: it
+    only collects."""
 
     def __init__(self, index, roots):
         self.index, self.roots, self.ids, self.reports, self.errors = index, roots, [], [], []
@@ -106,7 +106,7 @@ def pytest_run(pytest, base, index, roots):
 
 
 def judge(test):
-    """Run a suite of one test. Returns (outcome, reason)."""
+    """Run a unittest suite that has one test. Returns (outcome, reason)."""
     result = unittest.TestResult()
     test.run(result)
     bad = result.failures + result.errors

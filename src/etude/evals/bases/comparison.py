@@ -18,7 +18,8 @@ from etude.harness.tokenizer import SafeTokenizer
 class Candidate:
     """A base model to measure.
 
-    `load`: loads it; one candidate is in memory at a time. `start_id`: the token before each text."""
+    `load`: loads the model; only one candidate is in memory at a time. `start_id`: the id of the token that is put
+    before each text."""
 
     name: str
     tokenizer: SafeTokenizer
@@ -30,10 +31,11 @@ class Candidate:
 class BaseResult:
     """The measurements of one candidate.
 
-    - `losses`: of each document. `right`: of each question, whether the answer is right.
-    - `loss`: bits per byte over all documents. `by_position`: the same, by the first byte of each range of positions
-      that at least two documents reach. `accuracy`: by kind of question; chance is .25.
-    - `bytes_per_token`: of its tokeniser on these documents."""
+    - `losses`: the loss of each document. `right`: whether each question was answered correctly.
+    - `loss`: bits per byte over all documents. `by_position`: the same for ranges of positions within documents, by the
+      first byte of the range; ranges that fewer than two documents reach are left out.
+    - `accuracy`: share of correct answers, by kind of question; guessing gives 0.25.
+    - `bytes_per_token`: mean bytes of text per token of its tokeniser on these documents."""
 
     name: str
     losses: tuple[LossMeasure, ...]
@@ -46,8 +48,10 @@ class BaseResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A candidate minus the first one: on the same documents and questions, so intervals are narrower than the
-    candidates' own. A negative `loss` (bits per byte) and a positive `accuracy` are better."""
+    """The difference between a candidate and the first one, on the same documents and questions.
+
+    `name`: the candidate. A negative `loss` (bits per byte) and a positive `accuracy` mean that it is better than the
+    first one. The intervals are narrower than those of the candidates, since both had the same texts."""
 
     name: str
     loss: Interval
@@ -63,8 +67,8 @@ def compare_bases(
 ) -> tuple[list[BaseResult], list[Comparison]]:
     """Measure every candidate on the same documents and questions, and compare each with the first.
 
-    Intervals are of 95 %, over documents: of another text of the same kind. `on_done` is called after each document and
-    each question. Raises `InputError` for fewer than two documents with text, of which there is no interval."""
+    The 95 % intervals say what to expect for other documents of the same kind. `on_done` is called after each document
+    and each question. Raises `InputError` for fewer than two documents with text, since they give no interval."""
     documents = [one for one in documents if one.text]
     if len(documents) < 2:
         raise InputError(

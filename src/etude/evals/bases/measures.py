@@ -34,7 +34,8 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class LossMeasure:
-    """The loss of one document: bits and bytes in each range of `POSITIONS`, and its number of tokens."""
+    """The loss of one document: the sum of bits and the number of bytes in each range of `POSITIONS`, and the number of
+    tokens."""
 
     bits: F64
     num_bytes: F64
@@ -42,7 +43,8 @@ class LossMeasure:
 
 
 def document_loss(scorer: Scorer, tokenizer: SafeTokenizer, text: str, start_id: int) -> LossMeasure:
-    """Compute the loss of a document. Every token counts once, with at least half a context before it if there is one.
+    """Compute the loss of a document. Every token counts once, and is predicted from at least half a context of earlier
+    tokens, or from all if there are fewer.
 
     `start_id`: the token before the document's first."""
     encoded = tokenizer.tokenizer.encode(text, add_special_tokens=False)
@@ -58,7 +60,8 @@ def document_loss(scorer: Scorer, tokenizer: SafeTokenizer, text: str, start_id:
 
 
 def rolling_logprobs(scorer: Scorer, ids: Sequence[int], start_id: int) -> F64:
-    """Compute the log-probability of each token of a document of any length, in nats: [T].
+    """Compute the log-probability of each token of a document of any length, in nats: [T]. `start_id`: the token before
+    the first.
 
     Windows have `scorer.context_tokens` tokens, and each overlaps the one before it by half."""
     context, at, found = scorer.context_tokens - 1, 0, list[F64]()
@@ -76,7 +79,8 @@ def answer_of(scorer: Scorer, tokenizer: SafeTokenizer, question: Question, star
     """Return the index of the option that the model finds likeliest.
 
     The log-probability is that of the complete text. So it does not matter how a tokeniser joins the end of the context
-    and the start of an option. A context that is too long loses its start."""
+    and the start of an option. If the text is longer than the model's context, the start of the question's context is
+    cut off. `start_id`: the token before the text."""
     scores = _option_scores(scorer, tokenizer, question.context, question.options, start_id)
     if question.neutral:
         scores = scores - _option_scores(scorer, tokenizer, question.neutral, question.options, start_id)

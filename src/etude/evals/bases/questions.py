@@ -28,12 +28,12 @@ class Question:
     """A text and its possible continuations, of which one is right.
 
     - `kind`: questions of one kind are counted together.
-    - `context`: the text before an option.
+    - `context`: the text that each of the `options` continues.
     - `neutral`: a text without the information of `context`. The log-probability of an option after it is subtracted,
       because some options are likely anyway (pointwise mutual information, arXiv 2104.08315). "": nothing is
       subtracted.
     - `answer`: index of the right option.
-    - `origin`: the document it is about; questions about one document are correlated."""
+    - `origin`: the document that the question is about; the results of questions about one document are correlated."""
 
     kind: str
     context: str
@@ -46,10 +46,11 @@ class Question:
 def look_ups(documents: Iterable[Document], *, count: int, seed: int = 0) -> list[Question]:
     """Mine questions from Python files: at most `count` of each of two kinds.
 
-    One asks for the value of a constant that is assigned above, in the same file; the other options are values of
-    other constants there. It needs no knowledge. The other kind asks in which module of the documents a class or
-    function is defined, and shows nothing: it measures what the model knows of the repository. Files that are not
-    Python, and those with too few constants, give no questions."""
+    - The first kind asks for the value of a constant that the context assigns; the wrong options are values of other
+      constants in the same file. It measures how well the model reads its context.
+    - The second kind asks in which module a class or function is defined, without showing any module. It measures what
+      the model knows about the repository.
+    Files that are not Python, and those with too few constants, give no questions."""
     values: list[Question] = []
     definitions: dict[str, set[str]] = {}
     for document in documents:
@@ -69,7 +70,7 @@ def look_ups(documents: Iterable[Document], *, count: int, seed: int = 0) -> lis
 
 
 def state_questions(*, count: int, seed: int = 0) -> list[Question]:
-    """Make `count` questions for each number of `STEPS`: the value of a variable after so many assignments.
+    """Make `count` questions for each number in `STEPS`: what is the value of a variable after that many assignments?
 
     An assignment copies another variable, or adds a number."""
     found = []

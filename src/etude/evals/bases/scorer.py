@@ -19,7 +19,8 @@ SCORED_ROWS = 512
 class TorchScorer:
     """A `Scorer` of a checkpoint directory, on the GPU in bf16 if there is one, otherwise on the CPU in float32.
 
-    `context_tokens`: the most tokens of a forward pass; at most the model's own. Raises `CheckpointError`."""
+    `context_tokens`: the largest number of tokens in a forward pass; the model's own limit, if that is smaller. Raises
+    `CheckpointError` if the checkpoint cannot be loaded."""
 
     def __init__(self, path: Path, *, context_tokens: int) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -30,10 +30,10 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True)
 class WayResult:
-    """The comparison for one way of sampling, such as "batched" or "alone" (`EngineSide.ways`).
+    """The comparison of engine and learner for one way of sampling, such as "batched" or "alone" (`EngineSide.ways`).
 
-    `parity` compares the engine with the learner. `replayed` does so with the learner forced to the engine's choice of
-    experts; None if the engine does not return its choice."""
+    `parity` compares the engine with the learner. `replayed` compares them when the learner uses the experts that the
+    engine chose; None if the engine does not return them."""
 
     way: str
     parity: Parity
@@ -57,7 +57,8 @@ class Diagnosis:
 
     @property
     def verdict(self) -> Verdict:
-        """EQUAL: the same bits in every way of computing; NEAR: within the budget, where `exact` is False; OFF."""
+        """EQUAL: all numbers are equal in every way of sampling. NEAR: `exact` is False, and the differences are within
+        the budget. OFF: neither."""
         if all(w.parity.equal for w in self.ways) and not self.findings:
             return Verdict.EQUAL
         near = not self.exact and not self.findings and all(self.budget.holds(w.parity) for w in self.ways)
@@ -138,7 +139,7 @@ def _check_routes(texts: Sequence[Sampled], learner: LearnerSide) -> None:
     for routes in (text.routes for text in texts if text.routes is not None):
         if routes.shape[1:] != (of.num_moe_layers, of.top_k) or routes.dtype != of.route_dtype:
             raise EngineError(
-                "the engine's routes (chosen experts) belong to another model",
+                "the engine's routes (chosen experts) do not fit the model of this command",
                 f"{routes.dtype} of shape {routes.shape[1:]} per token; the learner has {of.num_moe_layers} routers of "
                 f"{of.num_experts} experts and uses {of.top_k}",
                 hint="use the same checkpoint for the engine and for this command",

@@ -43,8 +43,8 @@ class Finding:
 
     `name` is its name, such as "layers.3.attention.qkv". `error` is the relative error of the worst token, at
     `position`, and `allowed` the largest error that rounding explains (0 in exact mode). `num_rows` counts the tokens
-    with a larger error. `unseen` names the operators just before it that the engine does not report: the error may come
-    from one of them."""
+    with a larger error. `unseen` names the operators directly before it whose results the engine does not report: the
+    error may be in one of them."""
 
     name: str
     error: float

@@ -97,7 +97,8 @@ class RemoteReferenceEngine:
             return asyncio.run(run())
         except TimeoutError:
             raise EngineError(
-                f"{self._url} did not answer within {ANSWER_S:g} s", hint="use fewer --tokens, or check its /health"
+                f"{self._url} did not answer within {ANSWER_S:g} s",
+                hint="use fewer --tokens, or check that the engine works: GET /health",
             ) from None
 
 
@@ -144,7 +145,7 @@ class VllmEngine:
             raise EngineError(
                 f"{self._url} did not complete a prompt",
                 f"{type(error).__name__}: {error}",
-                hint="check that it is running, and its log",
+                hint="check that the engine is running, and read its log",
             ) from None
         if answer.status_code != 200:
             raise EngineError(

@@ -92,7 +92,7 @@ class ReferenceEngineSide:
 async def sample_ways(
     engine: Engine, way: str, prompts: Sequence[Sequence[int]], *, max_tokens: int, seed: int
 ) -> list[Sampled]:
-    """Complete each prompt by `max_tokens` tokens at temperature 1, with requests made in the given way.
+    """Complete each prompt by `max_tokens` tokens at temperature 1, with requests made in the way that `way` names.
 
     - "batched": all prompts at once. "chunked" is the same, for an engine that computes prompts in chunks.
     - "alone": one after another.

@@ -41,8 +41,8 @@ class DeclaredTool(msgspec.Struct):
 
 
 class ToolName(NamedTuple):
-    """How a response names a tool: its namespace ("" for none), its name in the namespace, and whether it is a custom
-    tool."""
+    """The name of a tool in a response: its namespace ("" for none), its name in the namespace, and whether it is a
+    custom tool."""
 
     namespace: str
     name: str
@@ -59,10 +59,10 @@ def function_name(namespace: str, name: str) -> str:
 
 
 def functions(tools: Sequence[DeclaredTool], *, must_call: bool) -> list[dict[str, Any]]:
-    """Return the declared tools as OpenAI's list of functions. `must_call`: the answer must be a call.
+    """Convert declared tools to OpenAI's list of functions. `must_call`: whether the answer must be a call.
 
-    Raises `RequestRefused` for tools of other types (a server would execute them), and for a custom tool with a Lark
-    grammar if the answer must be a call."""
+    Raises `RequestRefused` for tools that only the vendor's server can execute, such as web search, and, with
+    `must_call`, for a custom tool with a Lark grammar."""
     return [one for i, tool in enumerate(tools) for one in _functions(tool, "", f"tools[{i}]", must_call)]
 
 
@@ -96,7 +96,7 @@ def _functions(tool: DeclaredTool, namespace: str, where: str, must_call: bool) 
 
 
 def names_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, ToolName]:
-    """Map the name of each function that the model sees to the name that the response must give to the tool.
+    """Return, for each function name that the model sees, the name that a response must use for the tool.
 
     `tools`: the list `tools` of the request's decoded JSON body."""
     found: dict[str, ToolName] = {}

@@ -21,9 +21,9 @@ from etude.records.wire import I32
 class EventStream:
     """The server-sent events of one streamed response, as bytes. Each dialect has a subclass. It does no I/O itself.
 
-    Call `tokens` for each part that the policy samples, `finish` once with each complete answer, then `end`. Calls of
-    `start` and `tokens` may be left out: `finish` sends everything that was not sent before. `index` is the number of
-    the answer, for requests that ask for several."""
+    Call `start`, then `tokens` for each part that the policy samples, `finish` once with each complete answer, then
+    `end`. `start` and `tokens` are optional: `finish` sends everything that was not sent before. `index` is the number
+    of the answer, for requests that ask for several."""
 
     ping = b": keep-alive\n\n"
     """What is sent while nothing is sampled, so that no proxy closes the connection."""
@@ -100,9 +100,9 @@ class Dialect:
     error: Callable[[RequestRefused], dict[str, Any]]
 
 
-def new_head(request: ChatRequest) -> ResponseHead:
-    """Return the head of a new response, with a random id."""
-    return ResponseHead(uuid.uuid4().hex, request.model, int(time.time()))
+def new_head(request: ChatRequest, response_id: str = "") -> ResponseHead:
+    """Return the head of a new response. `response_id` is hexadecimal; "": a random one."""
+    return ResponseHead(response_id or uuid.uuid4().hex, request.model, int(time.time()))
 
 
 def data_event(body: dict[str, Any]) -> bytes:

@@ -182,12 +182,14 @@ def read(data: bytes) -> ChatRequest:
 
 
 def _echoed(data: bytes) -> dict[str, Any]:
-    """Return the fields of a body that the response repeats."""
+    """Return the fields of a body that the response repeats. The tools are JSON text."""
     fields = _fields_decoder.decode(data)
+    tools = bytes(fields.pop("tools", b"null"))
     try:
         found = {name: msgspec.json.decode(fields[name]) for name in ECHOED if name in fields}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid_request(f"the body is not JSON: {error}") from None
+    found["tools"] = None if tools == b"null" else _echoed_tools.read(tools, "tools")
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -255,6 +257,9 @@ def _turn(items: Sequence[_Item], where: str) -> KeptMessage:
 _conversations = Conversations(_messages, "input")
 _items = ParseCache(msgspec.json.Decoder(_Item), _message)
 _turns = ParseCache(msgspec.json.Decoder(list[_Item]), _turn)
+_echoed_tools: ParseCache[Any, msgspec.Raw] = ParseCache(
+    msgspec.json.Decoder(), lambda tools, _: msgspec.Raw(msgspec.json.encode(tools))
+)
 _tools = {must: ToolsCache(DeclaredTool, partial(functions, must_call=must)) for must in (False, True)}
 
 
@@ -275,7 +280,7 @@ def _output(request: ChatRequest, head: ResponseHead, answer: Answer) -> list[di
         items.append(_reasoning_item(head, answer.reasoning))
     if answer.text or not answer.calls:
         items.append(_message_item(head, answer.text, status, _logprobs(answer)))
-    declared = names_of(request.echo.get("tools", ()))
+    declared = names_of(msgspec.json.decode(request.echo["tools"])) if answer.calls and "tools" in request.echo else {}
     for number, (call_id, function, arguments) in enumerate(answer.calls_with_ids("call_", head)):
         namespace, name, custom = declared.get(function, ToolName("", function, custom=False))
         if custom:

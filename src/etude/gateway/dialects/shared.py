@@ -69,8 +69,8 @@ class StreamOptions(msgspec.Struct):
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """The parameters that chat completions and text completions have in common, as the client sent them. None: not
-    given."""
+    """The parameters that chat completions and text completions have in common, as the client sent them. None: the
+    client did not send the parameter."""
 
     model: str
     max_tokens: int | None = None
@@ -146,7 +146,7 @@ def whole_body(
 
 
 class CompletionStream(EventStream):
-    """The events of a streamed response of OpenAI's chat or text completions. Subclasses write the choices."""
+    """The events of a streamed response of OpenAI's chat or text completions. Subclasses encode the choices."""
 
     prefix = kind = ""
 

@@ -141,8 +141,8 @@ def make_completion(
 
     An adoption is one replacement of the server's weights. `versions` has the version that each adoption loaded, and
     `adoption` is the number of the last one when the request was sent. `server` and `engine` are names. The response
-    does not say whether the server computed a part of the prompt before a swap of the weights. This function assumes
-    that it did: the version at the time of sending gets a first span without tokens."""
+    does not say whether the server computed a part of the prompt with earlier weights, before a swap. This function
+    assumes so: the version at the time of sending gets a first span, without tokens."""
     count = len(answer.token_ids)
     if not count or sum(n for _, n in answer.spans) != count:
         raise broken_answer(server, engine, f"{count} tokens, and spans of {sum(n for _, n in answer.spans)}")
@@ -274,7 +274,7 @@ class _ErrorBody(msgspec.Struct, frozen=True):
 
 
 def read_error(server: str, status: int, body: bytes, *, engine: str) -> EngineError:
-    """Return the exception for a response whose status is not 200. Never raises, whatever the bytes are.
+    """Return the exception for a response whose status is not 200. Accepts any `body` without raising.
 
     >>> print(read_error("vLLM", 400, b'{"error": {"message": "too long"}}', engine="engine-1"))
     vLLM of engine-1 answered 400: too long

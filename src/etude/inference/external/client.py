@@ -51,8 +51,8 @@ class Dialect(Protocol):
     def read_scores(self, body: bytes, token_ids: list[int], *, engine: str) -> tuple[int | None, list[float]]:
         """Parse the response to `encode_scoring_request`.
 
-        Returns the number of the adoption that computed it (None without a label), and the log-probability of each
-        token but the first. Raises `BrokenAnswer`."""
+        Returns the number of the adoption (replacement of the weights) with which the text was computed, None without a
+        label, and the log-probability of each token except the first. Raises `BrokenAnswer`."""
         ...
 
     def decode_routes(self, data: str | None, model: ModelConfig, *, count: int) -> Routes:
@@ -81,8 +81,8 @@ class RouteSource:
 class ServerClient(abc.ABC):
     """A client of one external server; the base class of `VllmClient` and `SglangClient`.
 
-    `at` is the server's Unix socket, or its port on loopback. `name` is the engine's, for errors. `server` is the name
-    of the software."""
+    `at` is the server's Unix socket, or its port on loopback. `name` is the engine's name, for errors. `server` is the
+    name of the software."""
 
     server: ClassVar[str]
     dialect: ClassVar[Dialect]
@@ -110,7 +110,8 @@ class ServerClient(abc.ABC):
 
     @abc.abstractmethod
     async def take_routes(self, name: str) -> str | None:
-        """Fetch the routes that the worker extension recorded of the ended request `name`, and drop them there.
+        """Fetch the routes that the worker extension recorded for the ended request `name`, and delete them in the
+        worker.
 
         The result is base64 for `answers.decode_kept_routes`, or None when there is none."""
 
@@ -119,7 +120,7 @@ class ServerClient(abc.ABC):
         """Abort the request `name`: the last part of its response then has the finish reason "abort"."""
 
     def forget(self, name: str) -> None:  # noqa: B027 - most servers drop a request whose connection is closed
-        """Tell the server to drop the cancelled request `name`, whose connection is closed."""
+        """Tell the server to stop the cancelled request `name`, whose connection is closed already."""
 
     @property
     def alive(self) -> bool:

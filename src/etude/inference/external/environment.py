@@ -48,7 +48,7 @@ class ServerKind:
 
     @property
     def key(self) -> str:
-        """Its name in lower case, for commands, folders and config sections."""
+        """The name of this kind of server in lower case, for commands, folders and config sections."""
         return self.name.lower()
 
     @property
@@ -63,7 +63,7 @@ class ServerKind:
 
     @property
     def version(self) -> str:
-        """The only version of the server that etude accepts (`Environment.require`)."""
+        """The only version of the server that this version of etude accepts (`Environment.require`)."""
         return str(self.pins["version"])
 
     @property
@@ -93,7 +93,7 @@ class Environment:
 
     @property
     def python(self) -> Path:
-        """Its Python interpreter."""
+        """The Python interpreter of the environment."""
         return self.folder / "bin" / "python"
 
     @property

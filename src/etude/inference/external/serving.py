@@ -84,7 +84,7 @@ def run_process(args: argparse.Namespace, server: str, serving: Callable[[Path, 
 
 
 def require_short_path(folder: Path, server: str) -> None:
-    """Raise `EngineError` when the paths of the server's sockets in `folder` would be too long."""
+    """Raise `EngineError` if the paths of the server's sockets in `folder` would be too long for the kernel."""
     if (size := len(os.fsencode(folder))) > SOCKET_BYTES - LONGEST_NAME:
         raise EngineError(
             f"the folder for temporary files has too long a path for the sockets of {server}",
@@ -195,7 +195,7 @@ def make_lifespan(
     """Return the app's lifespan, a context manager.
 
     It starts the server, the weight sync and the registration, and stops them at exit. The error of a failed start is
-    appended to `failed`. With `needs_routes`, a server that cannot return routes is such an error."""
+    appended to `failed`. With `needs_routes`, a server that cannot return routes also counts as a failed start."""
 
     @contextlib.asynccontextmanager
     async def span() -> AsyncIterator[None]:

@@ -44,7 +44,7 @@ class ExternalWeightSync(abc.ABC):
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def step(self) -> Version | None:
-        """Load the newest published version into the server.
+        """Load the newest published version into the server, if it is not loaded yet.
 
         Returns the version, or None when there is nothing new. Raises `EtudeError`."""
         began, engine = time.monotonic(), self.engine

@@ -125,7 +125,7 @@ class VllmWeightSync(ExternalWeightSync):
                 what = f"{self.engine.name} finds no new version in {self.place}"
                 raise WeightsError(
                     what,
-                    "the channel's pointer names a version that it has already",
+                    "the channel's pointer names a version that the engine has loaded already",
                     hint="list the published versions: etude weights log",
                 )
             if all(found):
@@ -156,7 +156,7 @@ class VllmWeightSync(ExternalWeightSync):
         if any(version != versions[0] for version in versions):
             facts = ", ".join(map(str, versions))
             raise WeightsError(
-                f"the workers of {self.engine.name} hold different versions", facts, hint="restart the engine"
+                f"the workers of {self.engine.name} have different versions", facts, hint="restart the engine"
             )
         return versions[0]
 

@@ -32,9 +32,11 @@ class DeepseekV3(ModelFamily):
         "moe_layer_freq": (1, 1),
     }
     scores = Scores.SIGMOID
+    options = frozenset({"mtp_heads"})
+    copies_for_mtp = True
     varies = (
         "q_lora_rank, norm_topk_prob, groups, routed_scaling_factor, shared experts, first_k_dense_replace,"
-        " rope_interleave, tie_word_embeddings"
+        " rope_interleave, num_nextn_predict_layers, tie_word_embeddings"
     )
     no_external_engines = "stores products of the latent attention's weights, which weight updates do not reach"
 
@@ -85,7 +87,6 @@ class DeepseekV3(ModelFamily):
             "routed_scaling_factor": c.routing.scaling,
             "n_group": c.routing.num_groups,
             "topk_group": c.routing.top_groups,
-            "num_nextn_predict_layers": 0,
         }
 
     def check(self, c: ModelConfig) -> None:
@@ -106,11 +107,13 @@ class DeepseekV3(ModelFamily):
             raise ValueError(f"family = {self.name!r} needs num_shared > 0")
 
     def unused(self, names: Iterable[str], c: ModelConfig) -> set[str]:
-        """Return the tensors of the multi-token prediction layers behind the last layer (arXiv 2412.19437, §2.2).
-
-        Such a layer has an `eh_proj`."""
+        """Return the tensors of MTP heads beyond those of the model `c`. Such a layer has an `eh_proj`."""
         layers = [(_LAYER.match(name), name) for name in names]
-        behind = {m[1] for m, name in layers if m and int(m[1]) >= c.num_layers and name.endswith(".eh_proj.weight")}
+        behind = {
+            m[1]
+            for m, name in layers
+            if m and int(m[1]) >= c.num_layers + c.mtp_heads and name.endswith(".eh_proj.weight")
+        }
         return {name for m, name in layers if m and m[1] in behind}
 
     def tiny(self) -> ModelConfig:

@@ -18,10 +18,10 @@ class Glm4Moe(DeepseekV3):
     hf_class = "Glm4MoeForCausalLM"
     fixed = {"hidden_act": FIXED["hidden_act"]}
     defaults = {"rms_norm_eps": 1e-5}
-    options = frozenset({"attention_bias", "qk_norm", "rotary_dim"})
+    options = frozenset({"attention_bias", "qk_norm", "rotary_dim", "mtp_heads"})
     varies = (
         "attention_bias, use_qk_norm, partial_rotary_factor, norm_topk_prob, groups, routed_scaling_factor,"
-        " shared experts, first_k_dense_replace, tie_word_embeddings"
+        " shared experts, first_k_dense_replace, num_nextn_predict_layers, tie_word_embeddings"
     )
     no_external_engines = "was not tested with weights of this family"
 

@@ -16,7 +16,8 @@ class Qwen3(ModelFamily):
     hf_class = "Qwen3ForCausalLM"
     sizes = SIZES
     fixed = {**FIXED, "use_sliding_window": (False, False)}
-    varies = "tie_word_embeddings"
+    options = frozenset({"mtp_heads"})
+    varies = "tie_word_embeddings, num_nextn_predict_layers (of etude's own models)"
     no_external_engines = ""
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:

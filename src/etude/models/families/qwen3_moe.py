@@ -15,7 +15,11 @@ class Qwen3Moe(ModelFamily):
     model_type = "qwen3_moe"
     hf_class = "Qwen3MoeForCausalLM"
     fixed = {**FIXED, "use_sliding_window": (False, False)}
-    varies = "norm_topk_prob, decoder_sparse_step, mlp_only_layers, tie_word_embeddings"
+    options = frozenset({"mtp_heads"})
+    varies = (
+        "norm_topk_prob, decoder_sparse_step, mlp_only_layers, tie_word_embeddings, num_nextn_predict_layers (of"
+        " etude's own models)"
+    )
     no_external_engines = ""
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:

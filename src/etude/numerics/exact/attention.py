@@ -37,8 +37,8 @@ Attend = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class KeyWindows:
-    """The sizes of key windows and query blocks with which attention gives equal bits, and the function that computes
-    it.
+    """The sizes of key windows and query blocks for which attention gives equal bits, and the function that computes
+    attention.
 
     A window is the number of keys, padding included, that queries see. `usable`: windows up to `SEVERAL`, ascending.
     `tiles`: whether queries come in full blocks of rows."""
@@ -109,7 +109,8 @@ def summed_attention(
 def key_windows(heads: int, key_width: int) -> KeyWindows:
     """Return the windows for a cache whose keys have this width, for the current number of threads.
 
-    They are the same for any number of heads, so that a rank with some of the heads attends like one with all."""
+    They do not depend on the number of heads, so that a rank with some of the heads computes the same bits as one with
+    all of them."""
     return _measured(key_width, torch.get_num_threads())
 
 
@@ -158,7 +159,7 @@ class _Probe:
 def causal_mask(positions_M: torch.Tensor, window: int, sliding: int | None = None) -> torch.Tensor:
     """Return an additive mask, float32 [M, W]: 0 for the keys up to each row's position, -inf after it.
 
-    `sliding`: 0 only for the last so many of these keys; None: for all."""
+    `sliding`: the number of latest keys, up to the row's position, that are not masked; None: all of them."""
     keys = torch.arange(window, device=positions_M.device)
     hidden = keys > positions_M[:, None]
     if sliding is not None:
@@ -187,7 +188,7 @@ class CausalMasks:
 
 
 class MasksByWindow:
-    """The `CausalMasks` of each sliding window. `rows`: of one mask."""
+    """The `CausalMasks` of each sliding window. `rows`: the number of queries of a mask."""
 
     def __init__(self, rows: int) -> None:
         self._rows = rows

@@ -50,7 +50,7 @@ def linear(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
 def product_for(out_size: int, in_size: int, *, turned: bool = False) -> Product:
     """Return the function (x_NI, weight_OI) → x @ weight.T for weights of a shape, with the current number of threads.
 
-    `turned`: the weights are transposed in memory."""
+    `turned`: whether the weights are transposed in memory."""
     return _measured_path(out_size, in_size, turned, torch.get_num_threads())
 
 
@@ -98,9 +98,9 @@ def column_product(size: int, in_size: int, number: int) -> Product:
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to contiguous memory that begins at a cache line, if it is not there.
+    """Return a tensor in contiguous memory that begins at a cache line. It is copied if necessary.
 
-    Elsewhere the vendor's GEMM sums few outputs in another order."""
+    At other addresses, the vendor's GEMM computes products with few outputs in another order of summation."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % LINE_BYTES else x
 

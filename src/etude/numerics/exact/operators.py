@@ -19,7 +19,7 @@ class Exact(Operators):
     """Operators with one order of summation each: a row's bits depend only on that row.
 
     With `degree` above 1 they do not depend on the number of tensor-parallel ranks either, up to `degree`. Each product
-    into the residual stream is then the sum of `degree` partial sums, whoever computes them."""
+    into the residual stream is then computed as the sum of `degree` partial sums, also on a single rank."""
 
     absorbs_latents = True
 
@@ -39,7 +39,7 @@ class Exact(Operators):
 
     @property
     def storage_dtype(self) -> torch.dtype:
-        """float32 or wider.
+        """The dtype of an engine's weights, keys and values: float32 or wider.
 
         Narrow dtypes are subsets of float32, and converting them for each product would cost more than the product of a
         decoded token."""
@@ -148,7 +148,8 @@ class Exact(Operators):
         return exact.key_windows(heads, key_width)
 
     def logits(self, x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-        """Compute the output head's product, float32 [R, V].
+        """Compute the logits of the output head, float32 [R, V].
 
-        They are not rounded, since that would add noise to the log-probabilities of engine and learner."""
+        Logits are not rounded to the dtype of activations, since that would add noise to the log-probabilities of
+        engine and learner."""
         return self.router_scores(x_RD, weight_VD)

@@ -23,8 +23,8 @@ from etude.numerics.exact.elementwise import in_lanes
 class AttentionOptions:
     """Options of the attention of one layer.
 
-    `window`: a token attends to the last so many tokens, itself included; None: to all. `sinks_H`: one logit for each
-    query head; None: no sinks."""
+    `window`: the number of latest tokens, itself included, to which a token attends; None: all. `sinks_H`: one logit
+    for each query head; None: no sinks."""
 
     window: int | None
     sinks_H: torch.Tensor | None
@@ -34,8 +34,8 @@ class AttentionOptions:
     ) -> tuple[torch.Tensor, ...]:
         """Return the sinks, float32, as a further argument of an attention function; empty without sinks.
 
-        [1, H, 1] where a row is a token. With `heads` the rows of a key/value head are `num` tokens of all its query
-        heads, then padding: [1, G, M] for the queries `like` [B, G, M, A]."""
+        The shape is [1, H, 1] if each row is a token. With `heads` and `like`, the queries [B, G, M, A], it is [1, G,
+        M]: then the rows of a key/value head are `num` tokens of each of its query heads, followed by padding."""
         if self.sinks_H is None:
             return ()
         sinks_H = self.sinks_H.float()

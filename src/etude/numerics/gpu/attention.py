@@ -26,7 +26,7 @@ class Queries:
     """The sequence and position of each row of a forward pass.
 
     `tokens`: each sequence's rows, in order. `positions_S`: int32, the position of each sequence's first row; the
-    others follow."""
+    positions of its other rows follow."""
 
     tokens: Groups
     positions_S: torch.Tensor
@@ -61,8 +61,9 @@ def attend(
 ) -> torch.Tensor:
     """Compute causal attention of queries over cached keys, and return the output [N, H, B].
 
-    Each row attends to its sequence up to its own position, which is already in `kept`. `scale` None: 1/√A. `spread`
-    selects the schedule, without changing a bit (None: by the number of tiles)."""
+    Each row attends to the keys of its sequence up to its own position; these, including its own, must be in `kept`
+    already. `scale` None: 1/√A. `spread` selects the schedule, which does not change the result (None: chosen by the
+    number of tiles)."""
     o, _ = _attend(q_NHA, kept, queries, scale, spread)
     return o
 

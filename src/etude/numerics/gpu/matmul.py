@@ -65,7 +65,7 @@ def multiply(
 
     `weight` is [O, I], or [E, O, I] with `groups` (which rows belong to which expert). `source_N`: row n of the result
     is computed from row source_N[n] of x. `dtype`: the dtype of the result (None: the dtype of x). `split` selects the
-    schedule, without changing a bit (None: by the number of tiles)."""
+    schedule, which does not change the result (None: chosen by the number of tiles)."""
     ins, outs = x_NI.shape[1], weight.shape[-2]
     rows = x_NI.shape[0] if source_N is None else len(source_N)
     y = x_NI.new_empty(rows, outs, dtype=dtype or x_NI.dtype)

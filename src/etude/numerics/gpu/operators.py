@@ -109,7 +109,7 @@ class ExactGpu(Operators):
         return experts.mix(x_ND, gates_NK, experts_NK, gate_up_E2FD, down_EDF, degree=self.degree)
 
     def logits(self, x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-        """Compute the output head's product, float32 [R, V], not rounded."""
+        """Compute the logits of the output head, float32 [R, V], without rounding them."""
         return self.router_scores(x_RD, weight_VD)
 
     def log_softmax(self, logits_RV: torch.Tensor, temperature: torch.Tensor | float = 1.0) -> torch.Tensor:

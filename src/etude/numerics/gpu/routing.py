@@ -19,10 +19,11 @@ _TILE = 1024  # scores of a program
 
 @dataclass(frozen=True)
 class Router:
-    """How scores become gates. The defaults are those of Qwen3-MoE; DeepSeek-V3 has sigmoid, groups and a scale.
+    """The rules by which gates are computed from scores. The defaults are those of Qwen3-MoE; DeepSeek-V3 uses sigmoid,
+    groups and a scale.
 
-    `groups`: the number of groups of experts. `groups_kept`: how many groups can be chosen from: those with the highest
-    sum of their two best scores. `normalised`: gates of a token sum to `scale`."""
+    `groups`: the number of groups of experts. `groups_kept`: the number of groups from which experts are chosen: those
+    with the highest sum of their two best scores. `normalised`: gates of a token sum to `scale`."""
 
     top_k: int
     sigmoid: bool = False
@@ -53,9 +54,9 @@ def choose(
 ) -> Chosen:
     """Choose the top-k experts by probability (plus `bias_E`), ties to the lowest index.
 
-    `routes_NK` (uint8 or uint16): recorded experts to use in place of this choice; gates are computed from the logits
-    in any case. A row whose first route is the largest value of the dtype has no recorded routes, and keeps the
-    router's choice."""
+    `routes_NK` (uint8 or uint16): recorded experts to use in place of this choice; gates are always computed from the
+    logits. A row whose first route is the largest value of the dtype has no recorded routes, and keeps the router's
+    choice."""
     return Chosen(*_Choose.apply(logits_NE, bias_E, routes_NK, router))  # type: ignore[no-untyped-call]
 
 

@@ -138,7 +138,8 @@ def _gated(h_S2F: torch.Tensor) -> torch.Tensor:
 
 
 def gated_gradient(dy_SF: torch.Tensor, h_S2F: torch.Tensor) -> torch.Tensor:
-    """Compute the gradient of `gated`; [S, 2F]."""
+    """Compute the gradient of `gated` with respect to its input `h_S2F`, [S, 2F], from the gradient `dy_SF` of its
+    output."""
     rows, width = dy_SF.shape
     dh = torch.empty_like(h_S2F)
     if rows:

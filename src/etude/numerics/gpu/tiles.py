@@ -42,9 +42,9 @@ class Tiles:
 def tiles_of(outs: int, ins: int, item_bytes: int, *, grouped: bool = False, degree: int = 1) -> Tiles:
     """Return the tile of a product with an [outs, ins] matrix, or with many (`grouped`).
 
-    `item_bytes`: bytes of a number. `degree`: the number of tensor-parallel ranks that may share the inner width; at
-    least that many leaves are made. A single matrix with few outputs has more leaves, so that a small batch uses the
-    whole chip; many matrices do so anyway.
+    `item_bytes`: bytes of a number. `degree`: the number of tensor-parallel ranks that may share the inner width; there
+    are at least that many leaves. A single matrix with few outputs has more leaves, so that a small batch uses the
+    whole chip; products with many matrices use it in any case.
 
     >>> tiles_of(2048, 4096, 2).leaves, tiles_of(151936, 2048, 2).leaves, tiles_of(1536, 2048, 2, grouped=True).rows
     (4, 1, 64)

@@ -28,7 +28,7 @@ from etude.numerics.quantisation.rounding import round_to_format
 class QuantisedOperators(Operators):
     """The operators `inner`, with inputs and weights of the large products rounded to `format`.
 
-    `rounds_weights` False: the weights are rounded already, as in an engine that unpacks published weights
+    `rounds_weights`: False if the weights are rounded already, as in an engine that unpacks published weights
     (`models.packed_weights`)."""
 
     absorbs_latents = True

@@ -22,9 +22,9 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, 
 class Packed:
     """A tensor in a low-precision format, from `pack` or from a file.
 
-    All dimensions but the last are those of the numbers. `codes`: the bits of the elements, uint8 [..., K], or [...,
-    K/2] of four-bit elements. `scales`: uint8 [..., K/B], one E8M0 or E4M3 number per block of B. `global_scale`:
-    float32, one per row [...], or one per matrix; None in formats without it."""
+    `codes` and `scales` have the shape of the unpacked tensor, except for the last dimension. `codes`: the bits of
+    the elements, uint8 [..., K], or [..., K/2] of four-bit elements. `scales`: uint8 [..., K/B], one E8M0 or E4M3
+    number per block of B. `global_scale`: float32, one per row [...], or one per matrix; None in formats without it."""
 
     codes: torch.Tensor
     scales: torch.Tensor

@@ -29,7 +29,7 @@ _SMALLEST_SCALE = 0x00400000  # bits of 2**-127, which E8M0 writes as 0
 
 @dataclass(frozen=True)
 class Scaled:
-    """Numbers as elements times scales; `elements` · `scale` are the rounded numbers.
+    """Rounded numbers, represented as elements times scales: `elements` · `scale`.
 
     `elements`: float32 [..., K/B, B], each a value of the format's element. `block_scale`: float32 [..., K/B, 1], a
     power of two or a value of E4M3. `global_scale`: float32 [..., 1, 1], for a matrix [..., 1, 1, 1], a power of two.
@@ -49,8 +49,8 @@ def round_to_format(x: torch.Tensor, format: Format, *, matrix: bool = False) ->
     """Round `x` to values of a block-scaled format. The result has the shape and dtype of `x`.
 
     The last dimension must consist of full blocks; otherwise `ConfigError` is raised. A format with a global scale
-    (NVFP4) has one for each row or, with `matrix`, one for the last two dimensions. A result in bf16 holds the format's
-    values exactly; one in fp16 does so only for values within fp16's range.
+    (NVFP4) has one for each row or, with `matrix`, one for the last two dimensions. bf16 represents all values of the
+    formats exactly; fp16 only those within its range.
 
     >>> from etude.numerics.formats import FORMATS, Quantise
     >>> round_to_format(torch.tensor([[1.0, 1.1, -5.0, 100.0] * 8]), FORMATS[Quantise.MXFP8])[0, :4].tolist()

@@ -22,7 +22,7 @@ sys.modules["math"] = math
 
 
 def second_look() -> list[Cheat]:
-    """Return all cheats of this module."""
+    """Return all cheats of this module, which work only when a test runs for the second time."""
     return [*_once(), *_shadows(), *_words(), *_for_the_detector(), *_against_runners(), _page_cache()]
 
 

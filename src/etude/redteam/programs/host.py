@@ -47,7 +47,8 @@ def find_open_descriptors() -> str:
 
 
 def climb_from_descriptors() -> str:
-    """Try to find a standard descriptor that is a folder or device or passes descriptors; return a proof or ""."""
+    """Try to find a standard descriptor (0, 1 or 2) that is a folder or a device, or a socket that sends further
+    descriptors. Return a proof, or "" if there is none."""
     for number in range(3):
         mode = os.fstat(number).st_mode
         if stat.S_ISDIR(mode) or stat.S_ISBLK(mode):
@@ -73,7 +74,7 @@ def write_kernel_settings() -> str:
 
 
 def set_the_core_pattern() -> str:
-    """Try to open kernel settings for writing that name programs to start (core_pattern); return a proof or ""."""
+    """Try to write to the kernel settings that name a program to start, such as core_pattern; return a proof or ""."""
     paths = ("/proc/sys/kernel/core_pattern", "/proc/sys/kernel/modprobe", "/sys/kernel/uevent_helper",
              "/proc/sys/fs/binfmt_misc/register", "/proc/sys/kernel/poweroff_cmd")  # fmt: skip
     return first([lambda p=p: writable(p) for p in paths])  # type: ignore[misc]

@@ -181,7 +181,8 @@ def draw() -> str:
 
 
 def able() -> str:
-    """Check that what every program needs still works next to a machine with a bomb; return "able".
+    """Check that a machine still works while a bomb runs in another one: files, memory, processes and output. Returns
+    "able".
 
     Raises `OSError` if a resource is exhausted."""
     libc = ctypes.CDLL(None, use_errno=True)

@@ -46,7 +46,7 @@ class Dialect(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer of a model: its text, the name of the model that the server gives, and the tokens that it counts.
+    """The answer of a model: its text, the model's name, and the numbers of tokens, as the server reports them.
 
     Counts are None if the server does not report them. `num_input` includes `num_cached`. `likeliest`: the likeliest
     first tokens with their log-probabilities, for questions of the form `Form.TOKEN`; () for others."""
@@ -76,7 +76,7 @@ class NoReply(Exception):
 class Asker(Protocol):
     """The interface of a model that answers a judge's questions.
 
-    `identity`: texts that change with everything that decides the answers; they are part of a judge's version."""
+    `identity`: texts that identify everything on which the answers depend; they are part of a judge's version."""
 
     @property
     def identity(self) -> tuple[str, ...]: ...
@@ -221,7 +221,7 @@ def _likeliest(choice: Mapping[str, Any]) -> Likeliest:
 def _no_logprobs(model: str) -> InputError:
     return InputError(
         "the judge returns no probabilities of its tokens",
-        f"{model or 'the model'} answered without logprobs.content[0].top_logprobs, which form = 'token' reads",
+        f"{model or 'the model'} answered without logprobs.content[0].top_logprobs, which form = 'token' needs",
         hint="write form = 'value' or 'json', or serve the model with vLLM, SGLang or etude serve",
     )
 

@@ -34,7 +34,8 @@ Given = str | dict[str, Any] | None
 
 
 class Half(enum.StrEnum):
-    """The halves of the labels. TUNE: to improve a rubric or train a judge. REPORT: to measure the result."""
+    """The two halves of the labels. TUNE: used to improve a rubric or train a judge. REPORT: used to measure the
+    result."""
 
     TUNE = "tune"
     REPORT = "report"
@@ -195,7 +196,9 @@ async def calibrate(judge: Judge, labels: Sequence[Label]) -> list[AspectReport]
         _check_classes(name, own)
         reports.append(await (_of_pairs if of_pairs else _of_works)(judge, own))
     if not reports:
-        raise InputError("there are no labels in this half", hint="add labels: a hash puts each into one of the halves")
+        raise InputError(
+            "there are no labels in this half", hint="add labels: a hash of each label decides to which half it belongs"
+        )
     return reports
 
 
@@ -280,7 +283,7 @@ def _known(
         why = next((one.reason for one in verdicts if one.value is None), "")
         facts = f"{len(both)} of {len(labels)} have a verdict; {why}"
         hint = "correct the cause that is named, then calibrate again"
-        raise InputError("the judge gave too few verdicts to be compared with labels", facts, hint=hint)
+        raise InputError("the judge gave too few verdicts to compare them with the labels", facts, hint=hint)
     return [label for label, _ in both], [value for _, value in both]
 
 

@@ -36,7 +36,7 @@ _TOKENS = re.compile(
 
 class Section(enum.StrEnum):
     """A kind of evidence. TASK: the instruction. TRACE: what the agent wrote and read, turn by turn. FILES: exported
-    files that it changed. TESTS: the grade and its reason. TEXT: a text as it is."""
+    files that it changed. TESTS: the grade and its reason. TEXT: any other text."""
 
     TASK = "task"
     TRACE = "trace"
@@ -97,9 +97,10 @@ class Evidence:
 
     @classmethod
     def of_mapping(cls, given: Mapping[str, object]) -> Evidence:
-        """Make evidence of a mapping: name of a `Section` → text; for "files" also file name → content.
+        """Make evidence of a mapping from the name of a `Section` to its text; for "files" the value may map file names
+        to contents.
 
-        Raises `ValueError` for another name, for a value that is not a text, and for an empty mapping."""
+        Raises `ValueError` for an unknown name, for a value of another type, and for an empty mapping."""
         parts = list[Part]()
         for name, value in given.items():
             section = Section(name)

@@ -32,11 +32,11 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
 class Limits:
     """Limits of a judge.
 
-    - `at_once`: calls under way in one process.
-    - `per_minute`: calls per minute of all processes that share the store; None: no limit but the server's.
-    - `deadline_s`: seconds for one question with all its tries.
+    - `at_once`: the most calls in flight in one process.
+    - `per_minute`: the most calls per minute of all processes that share the store; None: no limit except the server's.
+    - `deadline_s`: the most seconds for one question, including all its tries.
     - `budget`: dollars that all calls on `account` may cost; None: no limit.
-    - `max_chars`: characters of evidence in one question."""
+    - `max_chars`: the most characters of evidence in one question."""
 
     at_once: int = 8
     per_minute: int | None = None
@@ -121,8 +121,8 @@ class Judge:
     async def in_both_orders(self, aspect: Aspect, first: Evidence, second: Evidence) -> list[Verdict]:
         """Ask which of two works is better, once in each order, and return both verdicts.
 
-        The value of a verdict is FIRST, SECOND or TIE. FIRST is the work that the question showed first. In the second
-        question that is the argument `second`."""
+        The value of a verdict is FIRST, SECOND or TIE, and refers to the order in which the question showed the works.
+        So in the second verdict, FIRST means the argument `second`."""
         asking = await self._asked_as()
         orders = [(first, second), (second, first)]
         return await asyncio.gather(

@@ -44,7 +44,8 @@ class Question:
 
     @property
     def schema(self) -> dict[str, Any] | None:
-        """The JSON schema of the answer, for a server that follows schemas; None for other forms."""
+        """The JSON schema of the answer, for servers that restrict answers to a schema; None for other forms than
+        JSON."""
         return schema(self.domain) if self.form is Form.JSON else None
 
     @property

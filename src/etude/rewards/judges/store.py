@@ -122,7 +122,8 @@ class JudgeStore:
     # verdicts
 
     def get(self, judge: str, key: bytes) -> Stored | None:
-        """Return a stored verdict; None if there is none. A found verdict counts as `cached` for `judge`."""
+        """Return a stored verdict; None if there is none. If there is one, it is counted as `cached` in the account of
+        `judge`."""
         with self._transaction() as database:
             row = database.execute("SELECT verdict, reason, model, sum FROM verdicts WHERE key = ?", (key,)).fetchone()
             if row is None:
@@ -180,7 +181,8 @@ class JudgeStore:
             return float(at - now)
 
     def count(self, judge: str, unknown: str = "") -> None:
-        """Count one question in the account of a judge. `unknown`: why it has no verdict; "" if it has one."""
+        """Add one question to the counts in the account of a judge. `unknown`: why it has no verdict; "" if it has
+        one."""
         with self._transaction() as database:
             self._account(database, judge)
             if unknown:
@@ -190,7 +192,8 @@ class JudgeStore:
                 database.execute("UPDATE judges SET calls = calls + 1 WHERE judge = ?", (judge,))
 
     def served(self, judge: str, model: str) -> str:
-        """Return the model name that the server gave first for this judge. It is `model` if this is the first one."""
+        """Return the model name in the server's first answer to this judge. If there was no answer before, `model` is
+        stored and returned."""
         with self._transaction() as database:
             self._account(database, judge)
             database.execute("UPDATE judges SET model = ? WHERE judge = ? AND model = ''", (model, judge))

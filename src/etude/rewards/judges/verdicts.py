@@ -51,7 +51,7 @@ class Domain(Protocol):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The JSON schema of a verdict."""
+        """The JSON schema that each verdict satisfies."""
         ...
 
     @property
@@ -60,7 +60,7 @@ class Domain(Protocol):
         ...
 
     def read(self, found: object) -> Any:
-        """Parse a verdict from its JSON value, or from its text. Raises `NoVerdict` if it is not one of the domain."""
+        """Parse a verdict from its JSON value, or from its text. Raises `NoVerdict` if it is not a possible verdict."""
         ...
 
 
@@ -93,7 +93,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Weighed(Scale):
-    """A domain of verdicts: real numbers from `lowest` to `highest`, the means of scores.
+    """A domain of verdicts: real numbers from `lowest` to `highest`, each the mean of a distribution over scores.
 
     Scores are from 0 to 9, so that each is one digit and one token. Raises `ValueError` for another scale."""
 
@@ -201,7 +201,7 @@ def schema(domain: Domain) -> dict[str, Any]:
 
 
 def read_reply(text: str, form: Form, domain: Domain, code: str, likeliest: Likeliest = ()) -> tuple[Any, str]:
-    """Parse the whole reply of a judge to (verdict, reason). Raises `NoVerdict` if it has no verdict.
+    """Parse the complete reply of a judge. Returns (verdict, reason). Raises `NoVerdict` if it contains no verdict.
 
     The reply must contain the question's `code`, except in the forms `VALUE` and `TOKEN`. So a verdict that the judge
     quotes from the evidence does not count. `likeliest`: the likeliest first tokens of the reply, for `TOKEN`.
@@ -220,7 +220,7 @@ def read_reply(text: str, form: Form, domain: Domain, code: str, likeliest: Like
 
 
 def encodable(text: str) -> str:
-    """Return a text with "?" for each half of a surrogate pair: JSON may have one, and UTF-8 cannot encode it.
+    """Replace each half of a surrogate pair in a text by "?". JSON may contain such a half, but UTF-8 cannot encode it.
 
     >>> encodable("a \\ud83d b")
     'a ? b'

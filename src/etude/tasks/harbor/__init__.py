@@ -165,7 +165,10 @@ def _instruction(folder: Path) -> str:
 def _solution(folder: Path) -> Mapping[str, str]:
     files = read_tree(folder / "solution", folder)
     if "solve.sh" not in files:
-        raise TaskError(f"{folder} has no solution/solve.sh", hint="it is needed to validate the task")
+        raise TaskError(
+            f"{folder} has no solution/solve.sh",
+            hint="add the script of the reference solution: it is needed to validate the task",
+        )
     return files
 
 
@@ -185,14 +188,16 @@ def _exports(folder: Path, config: HarborConfig, workdir: str) -> tuple[str, ...
         declared = "./" if inside == "." else inside + ("/" if source.endswith("/") else "")
         if not is_declarable(declared):
             raise TaskError(
-                f"{folder}: artifact {source!r} is invalid", "it is not a plain path", hint="declare a plain path"
+                f"{folder}: artifact {source!r} is invalid",
+                "it is not a plain path",
+                hint="declare a path without wildcards and '..'",
             )
         exports.append(declared)
     if not exports:
         raise TaskError(
             f"{folder} has a separate verifier but no artifacts",
             "so it has nothing to verify",
-            hint="declare artifacts",
+            hint="declare the files to verify as `artifacts` in task.toml",
         )
     return tuple(exports)
 

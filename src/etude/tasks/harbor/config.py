@@ -38,10 +38,11 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
 class HarborConfig:
     """The fields of a Harbor ``task.toml`` that etude uses.
 
-    `separate` means that the verifier runs in a new machine, with the `artifacts` only: paths that are absolute or
-    relative to the working directory. `environment`, `verifier_env` and `solution_env` are variables for all commands,
-    for the verifier, and for the reference solution. `agent_user` and `verifier_user` are the users they run as.
-    `agent_timeout_s` None: no limit. `requests` are the file's settings for resources and network."""
+    `separate` means that the verifier runs in a new machine, with only the `artifacts` of the agent's machine: paths
+    that are absolute or relative to the working directory. `environment`, `verifier_env` and `solution_env` are
+    variables for all commands, for the verifier, and for the reference solution. `agent_user` and `verifier_user` are
+    the users they run as. `agent_timeout_s` None: no limit. `requests` are the file's settings for resources and
+    network."""
 
     name: str
     docker_image: str

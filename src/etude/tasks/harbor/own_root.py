@@ -71,10 +71,12 @@ def own_root(folder: Path) -> OwnRoot:
         elif name.upper() == "COPY":
             _copy(folder / "environment", rest, workdir, files, f"{path}, line {number}")
     if workdir == "/":
-        raise TaskError(f"{path} sets no WORKDIR", "its files would be in the root folder", hint="build its image")
+        raise TaskError(
+            f"{path} sets no WORKDIR", "its files would be in the root folder", hint="build its image: see --images"
+        )
     inside = {place: text for place, text in files.items() if place.startswith(f"{workdir}/")}
     if outside := sorted(set(files) - set(inside)):
-        raise TaskError(f"{path} copies to {outside[0]}", f"outside {workdir}", hint="build its image")
+        raise TaskError(f"{path} copies to {outside[0]}", f"outside {workdir}", hint="build its image: see --images")
     root = OwnRoot({}, workdir)
     return OwnRoot({p[len(workdir) + 1 :]: root.moved(text) for p, text in inside.items()}, workdir)
 

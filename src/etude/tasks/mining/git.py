@@ -61,7 +61,7 @@ class Repository:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         if shutil.which("git") is None:
-            raise TaskError("git is not installed", "repositories are read with it", hint="install git")
+            raise TaskError("git is not installed", "etude reads repositories with it", hint="install git")
         if not self.path.is_dir():
             raise NoSource(f"no repository at {self.path}", hint="give the folder of a Git repository")
         self._texts: dict[str, str | None] = {}
@@ -89,7 +89,7 @@ class Repository:
         return [Commit(id, tuple(parents.split()), message.strip()) for id, parents, message in rows]
 
     def merged(self, commit: Commit) -> str:
-        """Return the messages of the commits that a merge added, oldest first; at most `MAX_MERGED`."""
+        """Return the messages of the commits that a merge commit merged, oldest first; at most `MAX_MERGED`."""
         outside = [f"^{commit.parents[0]}", *commit.parents[1:]]
         most = f"--max-count={MAX_MERGED}"
         return self._git("log", "--no-merges", "--reverse", most, "--format=%B", *outside, "--").decode(
@@ -163,7 +163,7 @@ class Repository:
             head = out[at : out.find(b"\n", at)]
             if head.split() != [blob.encode(), b"blob", b"%d" % size]:
                 facts = f"{blob}: {head[:80].decode(errors='replace')}"
-                raise TaskError(f"{self.path} cannot be read", facts, hint="try `git fsck` on it")
+                raise TaskError(f"{self.path} cannot be read", facts, hint="check the repository with `git fsck`")
             at += len(head) + 1
             self._texts[blob] = _text(out[at : at + size])
             at += size + 1
@@ -194,7 +194,7 @@ class Repository:
             messages = stderr.read().decode(errors="replace").strip().splitlines()
         if late.is_set():
             facts = f"git {args[0]} took more than {DEADLINE_S:g} s"
-            raise TaskError(f"{self.path} cannot be read", facts, hint="try `git fsck` on it")
+            raise TaskError(f"{self.path} cannot be read", facts, hint="check the repository with `git fsck`")
         if len(out) > limit:
             facts = f"git {args[0]} prints more than {limit} bytes"
             raise TaskError(f"{self.path} is too large to be read", facts, hint="make a repository of a part of it")

@@ -46,7 +46,7 @@ def instruction_from(message: str) -> str | None:
 
 
 def of_merge(message: str) -> str:
-    """Return the message of a merge without its "Merge ..." subject.
+    """Return the message of a merge commit without its first line "Merge ...".
 
     >>> of_merge("Merge pull request #12 from a/b\\n\\nRound halves up")
     'Round halves up'

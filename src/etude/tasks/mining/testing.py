@@ -97,7 +97,7 @@ class TestResults:
     def deadline_s(self, max_s: float) -> float:
         """Return the deadline in seconds, at most `max_s`, for grading one of these tests in its own process.
 
-        It must be long enough for slow machines, but as short as possible, because a solution with an endless loop
+        It must be long enough for slow machines. It should also be short, because a solution with an endless loop
         reaches it in every test.
 
         >>> [TestResults(frozenset(), file_s=file_s).deadline_s(60.0) for file_s in (1.0, 15.0)]

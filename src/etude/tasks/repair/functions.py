@@ -135,7 +135,7 @@ MISSING = Template("", "None", lambda *_: None, ("", ""))
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """An expression that a function returns: a template, and what stands for its placeholders (names or numbers)."""
+    """An expression that a function returns: a template, and the names or numbers that replace its placeholders."""
 
     template: Template
     operands: tuple[str | int, ...]
@@ -174,12 +174,12 @@ class Function:
 
     @property
     def operands(self) -> tuple[str | int, ...]:
-        """What stands for the placeholders of the template: the variables, or the first one and the constant."""
+        """The values of the template's placeholders: the variables, or the first variable and the constant."""
         return (self.variables[0], self.constant) if self.template.family == "ak" else self.variables
 
     @property
     def body(self) -> Body:
-        """Correct body, the one that the docstring describes."""
+        """The correct body, which the docstring describes."""
         return Body(self.template, self.operands)
 
     @property
@@ -189,7 +189,7 @@ class Function:
 
     @property
     def key(self) -> str:
-        """Text by which the function's split is chosen: variables and docstring.
+        """A text of variables and docstring, whose hash decides the function's split.
 
         They determine the template, the phrase and the constant."""
         return f"({', '.join(self.variables)}) {self.docstring}"
@@ -262,7 +262,7 @@ def wide_function(rng: random.Random, name: str) -> Function:
 def random_args(rng: random.Random, function: Function) -> list[Any]:
     """Draw arguments for one call of a function: small numbers, short lists or short words.
 
-    If the function has a constant, the argument is often next to it."""
+    If the function has a constant, an argument is often close to its value."""
     match function.template.family:
         case "ab":
             first = rng.randint(1, 12)

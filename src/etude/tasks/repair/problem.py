@@ -56,12 +56,12 @@ class Problem:
 
     @property
     def function(self) -> Function:
-        """Broken function, in its correct form."""
+        """The function with the bug, in its correct form."""
         return self.modules[self.module][self.place]
 
     @property
     def family(self) -> str:
-        """Label for reports: family of the template and kind of the bug, such as "ak-constant"."""
+        """The family in reports: that of the template and the kind of the bug, such as "ak-constant"."""
         return f"{self.function.template.family}-{self.bug.kind}"
 
     def files(self) -> dict[str, str]:

@@ -35,7 +35,7 @@ class RepairSource:
             raise TaskError(
                 f"a repository of {files} files with {functions_per_file} functions each is too large",
                 f"there are names for {len(MODULE_NAMES)} files and {len(FUNCTION_NAMES)} functions",
-                hint="use fewer",
+                hint="use fewer files, or fewer functions per file",
             )
         self.seed, self.files, self.functions_per_file = seed, files, functions_per_file
 
@@ -54,7 +54,8 @@ class RepairSource:
         return task_of(self.problem(split, index), split, index)
 
     def answer(self, task: Task) -> Answer:
-        """Generate the hidden answer again, from the position. Raises `TaskError` for a task of another source."""
+        """Generate the hidden answer of a task again, from its split and index. Raises `TaskError` for a task of
+        another source."""
         problem = self.problem(task.split, task.index)
         if task_of(problem, task.split, task.index) != task:
             raise TaskError(

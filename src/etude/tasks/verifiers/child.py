@@ -35,7 +35,8 @@ class Environment:
         self._iterator, self._rows = iter(taskset), list[Any]()
 
     def description(self) -> dict[str, Any]:
-        """Return the version of `verifiers`, the number of rows and their hashes; None and [] if it is endless.
+        """Return the version of `verifiers`, the number of rows and their hashes; for an endless environment the number
+        is None and the hashes are [].
 
         Raises `ValueError` for one with more than `MAX_ROWS` rows."""
         hashes = []
@@ -48,7 +49,7 @@ class Environment:
         return {"version": self.version, "size": None if self.endless else len(hashes), "hashes": hashes}
 
     def row(self, index: int) -> dict[str, Any]:
-        """Return the instruction of a row, its answer if that is a text, and what else its task needs."""
+        """Return the instruction of a row, its answer if that is a text, and the result of `needs` for its task."""
         task = self._task(index)
         data = task.data
         parts = [data.system_prompt, data.prompt_text]
@@ -95,7 +96,8 @@ class Environment:
 
 
 def needs(task: Any) -> str:
-    """Return what the scoring of a task needs besides the text of the answer; "" if nothing."""
+    """Return a description of the things that scoring needs besides the text of the answer; "" if it needs nothing
+    else."""
     if task.NEEDS_CONTAINER:
         return "a container"
     for kind in ("reward", "metric"):
@@ -107,7 +109,8 @@ def needs(task: Any) -> str:
 
 
 async def handle(request: dict[str, Any], opened: list[Environment]) -> Any:
-    """Answer one request. `opened` is a list with the open environment, or empty before the request "open"."""
+    """Carry out one request and return the result. `opened` contains the open environment; it is empty before the
+    request "open"."""
     if request["do"] == "open":
         opened[:] = [Environment(request["environment"], request["settings"])]
         return opened[0].description()

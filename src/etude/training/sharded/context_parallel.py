@@ -19,8 +19,8 @@ from torch import distributed
 from etude.numerics.exact.attention import CHUNK
 from etude.numerics.exact.options import AttentionOptions
 from etude.numerics.operators import Operators
-from etude.training.flat_batch import FlatBatch, empty_batch
 from etude.training.sharded.mesh import Mesh
+from etude.training.token_batch import Tokens
 
 
 def token_ranges(num_tokens: int, rank: int, ranks: int) -> list[range]:
@@ -46,13 +46,13 @@ def rank_tokens(lengths: Sequence[int], rank: int, ranks: int) -> torch.Tensor:
     return torch.tensor(found, dtype=torch.int64)
 
 
-def rank_part(rows: FlatBatch, rank: int, ranks: int) -> FlatBatch:
+def rank_part(rows: Tokens, rank: int, ranks: int) -> Tokens:
     """Return a rank's part of a batch. If some rank would get no tokens, the first rank gets all of them."""
     if ranks == 1 or rows.num_tokens == 0:
         return rows
     parts = [rank_tokens(rows.lengths, one, ranks) for one in range(ranks)]
     if not all(map(len, parts)):
-        return empty_batch() if rank else rows
+        return rows.empty() if rank else rows
     return rows.select(parts[rank])
 
 

@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from etude.errors import ConfigError
 from etude.models.adapter_config import ADAPTER_CONFIG
 from etude.models.checkpoint import RowRange, read_rows
-from etude.models.config import ModelConfig
-from etude.models.headers import check_weights, read_json
+from etude.models.headers import check_weights, read_model_config
 from etude.models.lora import local_part
 from etude.models.transformer import Block, Stack, Transformer
 from etude.models.weight_views import hf_biases, hf_views
@@ -57,8 +56,8 @@ class TreeReduceScatter:
 class ShardSpec:
     """This rank's rows [start, stop) of a parameter of the full model.
 
-    `shape`: of the full parameter. `mesh`: the ranks that share it. `expert`: whether it belongs to experts. `copied`:
-    all ranks of the FSDP mesh have the same rows."""
+    `shape`: the shape of the full parameter. `mesh`: the ranks that share it. `expert`: whether it belongs to experts.
+    `copied`: all ranks of the FSDP mesh have the same rows."""
 
     shape: tuple[int, ...]
     start: int
@@ -119,7 +118,7 @@ def shard_specs(model: Transformer, mesh: Mesh) -> dict[str, ShardSpec]:
 class TensorSlice:
     """A tensor of a Hugging Face checkpoint, as a slice of a flattened parameter of the model.
 
-    `start`: its first number in the flattened parameter. `shape`: of the tensor."""
+    `start`: the position of the tensor's first number in the flattened parameter. `shape`: the tensor's shape."""
 
     name: str
     start: int
@@ -157,7 +156,14 @@ def meta_model(path: Path, operators: Operators, mesh: Mesh) -> Transformer:
             "it is an adapter",
             hint="export the merged model, and start from that",
         )
-    config = ModelConfig.from_hf(read_json(path / "config.json"))
+    config = read_model_config(path)
+    if config.mtp_heads:
+        raise ConfigError(
+            f"{path} cannot be loaded on several ranks",
+            f"it has {config.mtp_heads} MTP heads, which one process trains",
+            hint="set learner.ranks = 1; or set num_nextn_predict_layers = 0 in a copy's config.json, which leaves the "
+            "heads out",
+        )
     check_weights(path, config)
     with torch.device("meta"):
         return Transformer(config, seed=None, operators=operators, parallel=mesh.expert)
@@ -168,7 +174,7 @@ def load_shards(
 ) -> None:
     """Allocate the memory of a sharded model and read this rank's rows into it.
 
-    `specs`, `named`: the results of `shard_specs` and `tensor_slices`. Raises `CheckpointError` as `load_model` does.
+    `specs`, `named`: the results of `shard_specs` and `tensor_slices`. Raises the errors of `load_model`.
     """
     tables = model.cos.to(mesh.device), model.sin.to(mesh.device)
     model.to_empty(device=mesh.device)

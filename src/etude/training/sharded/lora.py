@@ -170,7 +170,7 @@ def _watched(base: Path, group: ShardedProcessGroup) -> Iterator[tuple[str, torc
 
 
 class RankAccumulator(ShareAccumulator):
-    """Sums the gradients of replicated LoRA matrices over ranks, once per row of the batch.
+    """Sums the gradients of replicated parameters over ranks, once per row of the batch.
 
     The order of summation is that of a single process (`ShareAccumulator`). Matrices of expert layers are summed over
     the ranks that have the same experts, all others over all ranks."""
@@ -184,18 +184,22 @@ class RankAccumulator(ShareAccumulator):
 
     def finish_row(self) -> None:
         everybody = self._mesh.dense.get_group()
-        for expert, group in ((False, everybody), (True, self._mesh.expert_fsdp.get_group())):
-            _add([one for name, one in self._named.items() if self._specs[name].expert is expert], group)
-        self._gradient.add_(self._before)
+        experts = [one for name, one in self._named.items() if self._specs[name].expert]
+        dense = [one for name, one in self._named.items() if not self._specs[name].expert]
+        _add(dense if experts else [self._gradient], everybody)
+        _add(experts, self._mesh.expert_fsdp.get_group())
+        if self._before is not None:
+            self._gradient.add_(self._before)
 
 
 def _add(tensors: Sequence[torch.Tensor], group: distributed.ProcessGroup) -> None:
     """Replace tensors by their sums over ranks, a tree in the order of ranks. Each rank adds a part of the numbers."""
     if not tensors or group.size() == 1:
         return
-    flat = torch.cat([one.flatten() for one in tensors])
+    flat = torch.cat([one.flatten() for one in tensors]) if len(tensors) > 1 else tensors[0].flatten()
     each = -(-len(flat) // group.size())
-    padded = torch.nn.functional.pad(flat, (0, each * group.size() - len(flat)))
+    room = each * group.size() - len(flat)
+    padded = torch.nn.functional.pad(flat, (0, room)) if room else flat
     mine, total = padded.new_empty(each), torch.empty_like(padded)
     TreeReduceScatter()(mine, padded, group, op=None)
     distributed.all_gather_into_tensor(total, mine, group=group)

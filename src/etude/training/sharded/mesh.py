@@ -48,7 +48,7 @@ class Mesh:
       `experts`.
     - `expert`: this rank's row of `experts`, for the model's collectives.
     - `context`: the `context_size` ranks that share each text; this rank is number `context_rank` of them.
-    - `control`: a process group of all ranks on CPUs. `publishing`: another one, for the thread that publishes.
+    - `control`: a process group of all ranks on CPUs. `publishing`: another such group, for the thread that publishes.
     - `store`: a key-value store, hosted by rank 0.
     - `hosts`: the address of each rank's machine."""
 
@@ -80,7 +80,7 @@ def join(
 
     With `store` (of `host_store` or `connect_store`), this process is rank `rank`. Without `store`, ranks find each
     other by the environment variables of torchrun, unless a default process group is initialised already. `deadline_s`:
-    of each collective. Raises `ConfigError` where the number of ranks does not match."""
+    the most seconds for each collective call. Raises `ConfigError` where the number of ranks does not match."""
     met, first = distributed.is_initialized(), os.environ.get("MASTER_ADDR", LOOPBACK) if store is None else store.host
     if met:
         rank, size = distributed.get_rank(), distributed.get_world_size()

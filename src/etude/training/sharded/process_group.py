@@ -26,18 +26,20 @@ from etude.numerics.operators import Operators
 from etude.numerics.parallel import RankLost
 from etude.seams import BlobStore
 from etude.training.config import LiveWeights
-from etude.training.exact_sum import exact_sum, rounded_sum
-from etude.training.flat_batch import FlatBatch
+from etude.training.exact_sum import exact_norm, exact_sum, rounded_sum
+from etude.training.muon import ShardExchange
 from etude.training.optimizer import AdamW
-from etude.training.process_group import OPTIMIZER_FILE, OPTIMIZER_SHARDS, ShareAccumulator
+from etude.training.process_group import OPTIMIZER_FILE, OPTIMIZER_SHARDS, SINGLE_PROCESS, ShareAccumulator
 from etude.training.sharded import checkpoint
 from etude.training.sharded.context_parallel import ContextParallelCache, rank_part
 from etude.training.sharded.fsdp import ShardSpec, apply_fsdp, load_shards, meta_model, shard_specs, tensor_slices
 from etude.training.sharded.full_tensors import FullTensors
 from etude.training.sharded.lora import RankAccumulator, ShardedLora
 from etude.training.sharded.mesh import Mesh
+from etude.training.sharded.replicated import ReplicatedTensors, ReplicatedWeights
 from etude.training.sharded.trainable import ShardedWeights
-from etude.training.trainable import LoadRequest, Trainable, set_recompute
+from etude.training.token_batch import TokenBatch, Tokens
+from etude.training.trainable import LoadRequest, Trainable, load_trainable, set_recompute
 from etude.weights.shards.sharded import ShardedChannel
 
 T = TypeVar("T")
@@ -51,12 +53,13 @@ class RankMissing(RankLost):
 class ShardedProcessGroup:
     """One rank of a sharded learner: the `ProcessGroup` over the ranks of a `Mesh`.
 
-    It does not hold the model, only how the model is sharded."""
+    It has the layout of the shards, not the model itself."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.rank, self.size = mesh, mesh.rank, mesh.size
         self._specs: Mapping[str, ShardSpec] = {}  # of what trains
-        self._full_tensors: FullTensors | None = None
+        self._exchange: ShardExchange | None = None
+        self._replicated = False
 
     def channel(self, store: BlobStore, **settings: Any) -> ShardedChannel:
         """Return the channel to which these ranks publish, each its own tensors.
@@ -71,10 +74,10 @@ class ShardedProcessGroup:
         share = self.rank // self.mesh.context_size
         return range(share, share + 1)
 
-    def local_tokens(self, rows: FlatBatch) -> FlatBatch:
+    def local_tokens(self, rows: Tokens) -> Tokens:
         return rank_part(rows, self.mesh.context_rank, self.mesh.context_size)
 
-    def cache(self, rows: FlatBatch, operators: Operators) -> Cache:
+    def cache(self, rows: TokenBatch, operators: Operators) -> Cache:
         if rows.kept_N is None:
             return rows.cache(operators)
         return ContextParallelCache(rows.lengths, operators, self.mesh)
@@ -125,7 +128,7 @@ class ShardedProcessGroup:
                 silent.append(rank)
         names = ", ".join(map(self.mesh.describe_rank, silent)) or "?"
         facts = f"rank {self.rank} of {self.size} waited; {_first_line(error)}"
-        hint = "see its output; the ranks restart from the last checkpoint"
+        hint = "see the output of that rank; the ranks restart from the last checkpoint"
         return RankMissing(f"rank {names} did not join the collective for {what}", facts, hint=hint)
 
     def all_reduce(self, counts: torch.Tensor) -> None:
@@ -133,6 +136,8 @@ class ShardedProcessGroup:
             distributed.all_reduce(counts)
 
     def global_norm(self, squares: Mapping[str, torch.Tensor]) -> float:
+        if self._replicated:
+            return exact_norm(squares)
         mine = [rows for name, rows in squares.items() if self._counts(self._specs[name])]
         return math.sqrt(rounded_sum(self.all_gather(exact_sum(torch.cat(mine)) if mine else 0)))
 
@@ -156,6 +161,12 @@ class ShardedProcessGroup:
     # weights in and out
 
     def load(self, request: LoadRequest) -> Trainable:
+        self._replicated = request.replicated
+        if request.replicated:
+            with self.propagate_errors("checkpoint"):
+                whole = ReplicatedWeights(load_trainable(request), self)
+            self._specs, self._exchange = whole.specs, ReplicatedTensors(self.mesh)
+            return whole
         mesh, config, operators = self.mesh, request.config, request.operators
         with self.propagate_errors("checkpoint"):
             request.check_kind()
@@ -175,7 +186,7 @@ class ShardedProcessGroup:
         parts = (model, self, specs, tensor_slices(model, specs, mesh), config.weights, base)
         trainable = ShardedLora(*parts, request) if config.lora_rank else ShardedWeights(*parts)
         self._specs = trainable.copies or specs
-        self._full_tensors = FullTensors(specs, mesh)
+        self._exchange = FullTensors(specs, mesh)
         lossless = operators.dtype is torch.bfloat16 and config.weights is LiveWeights.BF16
         with self.collective("shards"):
             gathered = torch.bfloat16 if lossless and not operators.exact else None
@@ -231,23 +242,29 @@ class ShardedProcessGroup:
                 shutil.rmtree(hidden, ignore_errors=True)
 
     def save_optimizer(self, folder: Path, optimizer: AdamW) -> None:
+        if self._replicated:
+            with self.propagate_errors("optimiser"):
+                if self.rank == 0:
+                    SINGLE_PROCESS.save_optimizer(folder, optimizer)
+            return
         with self.collective("optimiser"):
             checkpoint.save(folder / OPTIMIZER_SHARDS, optimizer, self._specs, self.mesh.control)
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        assert self._full_tensors is not None, "load comes first"
+        assert self._exchange is not None, "load comes first"
         with self.collective("matrices"):
-            return self._full_tensors.gather(rows)
+            return self._exchange.gather(rows)
 
     def shard(
         self, full_tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        assert self._full_tensors is not None, "load comes first"
+        assert self._exchange is not None, "load comes first"
         with self.collective("matrices"):
-            return self._full_tensors.shard(full_tensors, like)
+            return self._exchange.shard(full_tensors, like)
 
     def reset(self, model: Transformer) -> None:
-        model.reset_iter_state()  # type: ignore[operator]  # FSDP2's
+        if not self._replicated:
+            model.reset_iter_state()  # type: ignore[operator]  # FSDP2's
 
 
 class PublishExchange:

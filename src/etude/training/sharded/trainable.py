@@ -47,7 +47,7 @@ class ShardedWeights:
         self.named = named
 
     def filled(self) -> None:
-        """Finish the construction. Call it when FSDP2 has sharded the model and the weights are loaded."""
+        """Finish the construction. Call it after FSDP2 has sharded the model and the weights are loaded."""
 
     @property
     def _others(self) -> dict[str, torch.Tensor]:
@@ -79,13 +79,18 @@ class ShardedWeights:
         }
 
     def base(self) -> dict[str, Tensor] | None:
-        """Return None: all weights are published."""
+        """Return None: an engine needs no frozen weights, since all weights are trained and published."""
         return None
 
     def write(self, folder: Path) -> None:
         """Write a Hugging Face directory, with one weights file per rank. A collective call."""
+        self.write_model(folder)
+
+    def write_model(self, folder: Path) -> None:
         group = self._group
-        tensors = self._full_tensors(self.views()) | {name: one.clone() for name, one in self._others.items()}
+        self.model.reshard()  # type: ignore[operator]
+        rows = {name: local_part(p) for name, p in self.model.named_parameters()}
+        tensors = self._full_tensors(rows) | {name: one.clone() for name, one in self._others.items()}
         file = f"model-{group.rank + 1:05}-of-{group.size:05}.safetensors"
         with group.propagate_errors("weights"):
             save_tensors(tensors, folder / file)

@@ -29,11 +29,11 @@ PASSES_PER_FETCH = 64
 
 @dataclass(frozen=True)
 class CatchUpCost:
-    """What a late reader fetches to get the newest version: the last full snapshot (*anchor*) and the versions after
-    it.
+    """The number of bytes that a new reader fetches to get the newest version: those of the last full snapshot
+    (*anchor*) and of the versions after it.
 
-    `anchor_bytes`: size of that anchor. `since`: cost of the versions after it, in bytes. A pass over the model in
-    memory is counted as bytes too (`PASSES_PER_FETCH`).
+    `anchor_bytes`: size of that anchor. `since`: cost of the versions after it, in bytes. The time of a pass over the
+    model in memory is converted to bytes too (`PASSES_PER_FETCH`).
     """
 
     anchor_bytes: int = 0
@@ -54,7 +54,8 @@ class CatchUpCost:
 
     @property
     def is_due(self) -> bool:
-        """Whether a full snapshot (anchor) should be written: what follows the last one costs more than that one."""
+        """Whether a full snapshot (anchor) should be written, since the versions after the last one cost more than that
+        one."""
         return self.since > self.anchor_bytes
 
 

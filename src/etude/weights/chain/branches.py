@@ -27,8 +27,8 @@ def point(store: BlobStore, name: str, version: Version, *, branch: str = "", si
     With `branch` empty, move the channel's own pointer: a rollback. Otherwise the branch is created if it does not
     exist. `signer` signs the new pointer; None leaves it unsigned.
 
-    Raises `WeightsError` if the version cannot be rebuilt, if the old pointer is signed with another key, or if
-    somebody else moves the pointer at the same time. In the last case it stays where they put it.
+    Raises `WeightsError` if the version cannot be rebuilt, if the old pointer is signed with another key, or if another
+    process moves the pointer at the same time. In the last case, the change of that process remains.
     """
     key = history.pointer_key(name, branch)
     ref, manifest = _stored(store, name, version)
@@ -53,7 +53,7 @@ def point(store: BlobStore, name: str, version: Version, *, branch: str = "", si
     raise WeightsError(
         f"{key} could not be moved to {version}",
         f"another process moved it at the same time: {_named(store, key)}",
-        hint="check where it is now, then decide again",
+        hint="check which version it names now (etude weights log), then repeat the command if needed",
     )
 
 
@@ -63,7 +63,7 @@ def drop(store: BlobStore, name: str, branch: str) -> None:
     Its versions stay in the store until garbage collection.
     """
     if not branch:
-        raise WeightsError("a channel's own pointer cannot be deleted", hint="name a branch")
+        raise WeightsError("a channel's own pointer cannot be deleted", hint="give the name of a branch")
     store.delete(history.pointer_key(name, branch))
 
 

@@ -77,10 +77,12 @@ class Channel:
 
     A channel can have only one writer: a second writer fails at its first commit.
 
-    `name`: 1 to 64 characters of a-z, 0-9, _ and -. `incarnation`: 8 hex characters, random by default; they are part
-    of each version's name, so that a restarted writer never reuses a name. `signer`: signs what is published; None:
-    nothing is signed. `anchors`: whether to write a full snapshot (anchor) when one is due; a `Compactor` can add them
-    instead. Raises `WeightsError` for a name or incarnation that is not allowed.
+    - `name`: 1 to 64 characters of a-z, 0-9, _ and -.
+    - `incarnation`: 8 hex characters, random by default; they are part of each version's name, so that a restarted
+      writer never reuses a name.
+    - `signer`: signs the published versions; None: they are not signed.
+    - `anchors`: whether to write a full snapshot (anchor) when one is due; a `Compactor` can write them instead.
+    Raises `WeightsError` for a name or incarnation that is not allowed.
 
     >>> from etude.stores import MemoryStore
     >>> channel = Channel(MemoryStore(), incarnation="0a1b2c3d")
@@ -102,7 +104,9 @@ class Channel:
         if not re.fullmatch("[a-z0-9][a-z0-9_-]{0,63}", name):
             raise WeightsError(f"channel name {name!r} is not allowed", hint="use a-z, 0-9, _ and -")
         if incarnation is not None and not re.fullmatch("[0-9a-f]{8}", incarnation):
-            raise WeightsError(f"incarnation {incarnation!r} is not allowed", hint="give 8 hex characters, or None")
+            raise WeightsError(
+                f"incarnation {incarnation!r} is not allowed", hint="give 8 hex characters, or None for random ones"
+            )
         self._store, self._name, self._signer, self._anchors = store, name, signer, anchors
         self._key = history.pointer_key(name)
         self.incarnation = incarnation or secrets.token_hex(4)
@@ -328,7 +332,8 @@ def _ahead_of(head: WriterState, known: Sequence[tuple[Ref, Manifest]]) -> Write
 def publish_once(store: BlobStore, name: str, tensors: Mapping[str, Tensor], *, signer: Signer | None = None) -> None:
     """Publish tensors as step 0, unless the newest version of channel `name` has the same content already.
 
-    If there is a signer and the newest version is not signed, it is published again. Raises as `Channel.publish` does.
+    If there is a signer and the newest version is not signed, it is published again. Raises the errors of
+    `Channel.publish`.
     """
     pointer = history.head(store, name)
     unsigned = signer is not None and pointer is not None and not pointer.signature

@@ -38,8 +38,8 @@ class Outcome(enum.Enum):
 def commit(store: BlobStore, key: str, expected: bytes | None, pointer: bytes) -> Outcome:
     """Move the pointer at `key` from the bytes `expected` (None: no pointer yet) to the bytes `pointer`.
 
-    Returns what happened. A pointer with other bytes than `expected` is replaced only if it is missing or damaged. If
-    the store does not answer, the pointer is read back: its random nonce tells whether this writer wrote it.
+    A pointer with other bytes than `expected` is replaced only if it is missing or damaged. If the store does not
+    answer, the pointer is read back: its random nonce tells whether this writer wrote it.
 
     Raises `StoreError` if the store failed and the pointer did not move; then the call can be repeated. Raises
     `CommitUnknown` if the pointer could not be read back either.
@@ -79,10 +79,10 @@ def read_pointer_bytes(store: BlobStore, key: str) -> bytes | None:
 
 
 def swept_since(before: bytes | None, now: bytes | None) -> bool:
-    """Return whether garbage collection, and nothing else, rewrote a pointer since it had the bytes `before`.
+    """Return whether a pointer was rewritten since it had the bytes `before`, and only by garbage collection.
 
-    `now`: its bytes now. None stands for a missing pointer. Garbage collection raises the `sweep` count of the pointer,
-    and leaves the version that it names.
+    `now`: its present bytes. None stands for a missing pointer. Garbage collection raises the `sweep` count of the
+    pointer, and does not change the version that it names.
     """
     try:
         a, b = (read_pointer(data) if data is not None else None for data in (before, now))

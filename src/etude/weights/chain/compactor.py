@@ -58,7 +58,7 @@ class Compactor:
 
     @property
     def undo_bytes(self) -> int:
-        """Memory that the records of overwritten values use, in bytes."""
+        """Bytes of memory that the saved old values use, with which an update can be undone."""
         return sum(undo.num_bytes for _, undo in self._steps)
 
     def step(self) -> tuple[Way, ...] | None:

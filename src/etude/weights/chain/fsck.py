@@ -32,8 +32,8 @@ HINT_POINTER = "`etude weights repair RUN|STORE` sets it to the newest version t
 class Finding:
     """One damaged version, manifest or pointer of a channel, with a text for the user.
 
-    `version` is None for the pointer of the channel or of a branch. `what`: what is damaged. `facts`: details, perhaps
-    empty. `hint`: what to do about it.
+    `version` is None for the pointer of the channel or of a branch. `what`: the damaged thing. `facts`: details; may be
+    empty. `hint`: how to repair it.
     """
 
     version: Version | None

@@ -37,9 +37,9 @@ from etude.weights.chain.signing import Signer, check_signer, write_signed
 class Collected:
     """The result of one garbage collection, in counts.
 
-    `num_deleted`: deleted keys. `num_kept`: versions that can be rebuilt. `num_old`: versions of which only the
-    manifest is left. `num_unreachable`: keys that no pointer leads to but that are not deleted yet. `needs_key`: the
-    pointer is signed and no signer was given, so unreachable keys are never deleted.
+    `num_deleted`: deleted keys. `num_kept`: versions that can be rebuilt. `num_old`: versions whose objects were
+    deleted and whose manifest is kept. `num_unreachable`: keys that no pointer leads to but that are not deleted yet.
+    `needs_key`: the pointer is signed and no signer was given, so unreachable keys are never deleted.
     """
 
     num_deleted: int
@@ -51,7 +51,7 @@ class Collected:
 
 @dataclass(frozen=True)
 class Marks:
-    """All store keys of one channel, and which of them are needed. `mark` creates it.
+    """The result of `mark`: all store keys of one channel, divided into needed ones and others.
 
     `kept`: manifests of versions that must stay rebuildable, by key. `old`: the manifests of superseded versions, by
     key. `unreachable`: keys that no pointer or record leads to. `stored`: all keys of the channel. `keys`: the keys of
@@ -79,7 +79,7 @@ def collect(store: BlobStore, name: str, *, keep_s: float, now: float, signer: S
     """Delete the keys that channel `name` does not need now (Unix time `now`) and has not needed for `keep_s` seconds.
 
     Call it regularly: each call writes a record of what is needed, and only records that are `keep_s` old allow
-    deletion. So the first call deletes nothing. `signer`: needed to delete what killed publishes left in a channel
+    deletion. So the first call deletes nothing. `signer`: needed to delete the remains of killed publishes in a channel
     whose pointer is signed.
 
     Raises `WeightsError` if a pointer or a kept manifest cannot be read, or was signed with another key. Then nothing
@@ -181,7 +181,7 @@ def _keep(
             raise WeightsError(
                 f"garbage is not collected in the channel of {head.version}",
                 f"the manifest of {at.version} cannot be read, and versions before it may be needed",
-                hint="`etude weights fsck` lists the damage; publishing again writes a new full snapshot",
+                hint="list the damage with `etude weights fsck`; then publish again, which writes a new full snapshot",
             )
         manifest = kept[at.key] = known[at.key]
         passed = passed or (superseding is not None and at.key == superseding.key)

@@ -25,7 +25,8 @@ T = TypeVar("T", bound="SweepRecord | DeletionRecord")
 
 
 class SweepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What one garbage collection saw: the version of each pointer of the channel, and the keys that nothing led to.
+    """The record of one garbage collection: the version that each pointer of the channel named at that time, and the
+    unreachable keys.
 
     `time_s`: Unix time by the collector's clock. `heads`: pointer's key -> reference to its version. `adrift`:
     unreachable keys, of a running publish or left by a killed one.

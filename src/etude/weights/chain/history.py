@@ -167,14 +167,14 @@ def stored(store: BlobStore, name: str, version: Version | None = None) -> Itera
 def committed(store: BlobStore, name: str) -> list[tuple[Ref, Manifest]]:
     """Return the stored manifests that were certainly published, with their references, sorted by key.
 
-    They are the manifests that another one builds on or was trained from. The newest version is not among them: only
-    the pointer shows that it was published.
+    These are the manifests on which another one builds, or from which it was trained. The newest version is not among
+    them: only the pointer shows that it was published.
     """
     return built_on([*stored(store, name)])
 
 
 def built_on(manifests: Sequence[tuple[Ref, Manifest]]) -> list[tuple[Ref, Manifest]]:
-    """Return the given manifests that another given manifest builds on or was trained from."""
+    """Return those of the manifests on which another of them builds, or from which it was trained."""
     named = {ref.key for _, manifest in manifests for ref in (manifest.parent, manifest.base) if ref}
     return [(ref, manifest) for ref, manifest in manifests if ref.key in named]
 
@@ -190,11 +190,12 @@ def _walk(store: BlobStore, name: str, before: Callable[[Manifest], Ref | None])
 
 
 class LineageSteps:
-    """An iterable over (step, rollout ids) of the versions in the training history of the newest, the newest first.
+    """Iterates over the training history of the newest version, from the newest to the first: (step, rollout ids) of
+    each.
 
     Each loop reads the store again, one manifest at a time. `down_to`: the step before which it ends (exclusive). If a
-    manifest is lost or damaged, the loop ends there and `damaged` is set to its reference. The rollouts up to its step
-    must then be known from elsewhere.
+    manifest is lost or damaged, the loop ends there and `damaged` is set to its reference. The caller must then get the
+    rollouts of earlier steps from another source.
     """
 
     def __init__(self, store: BlobStore, name: str = "policy", *, down_to: int = -1) -> None:

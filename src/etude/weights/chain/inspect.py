@@ -212,7 +212,7 @@ def repair(
 def later_than(store: BlobStore, version: Version, name: str = "policy") -> list[Version]:
     """Return the stored versions whose delta applies to `version`.
 
-    After a repair that chose `version`, these may have been published too.
+    After a `repair` that chose `version`, these versions may have been published too.
     """
     stored = [manifest for _, manifest in history.stored(store, name)]
     return [manifest.version for manifest in stored if manifest.base is not None and manifest.base.version == version]
@@ -221,9 +221,10 @@ def later_than(store: BlobStore, version: Version, name: str = "policy") -> list
 def find(store: BlobStore, version: str, name: str = "policy") -> Manifest:
     """Find a version of a channel by its step ("3", "v000003") or by a longer prefix of its name.
 
-    It is looked for among the versions that the newest was trained from, then among all that were published before it,
-    then among all stored manifests (after a rollback, some are newer than the pointer's version). Raises `NoVersion`
-    with the nearest names, or with all that match; `WeightsError` if damage hides older versions.
+    The search is in three stages: the training history of the newest version; then all versions that were published
+    before it; then all stored manifests, some of which are newer after a rollback. Raises `NoVersion` if no version
+    matches or several do; its hint has the nearest names. Raises `WeightsError` if older versions cannot be read
+    because of damage.
     """
     trained, _ = history.readable(store, name)
     require_pointer(store, name)

@@ -62,10 +62,10 @@ class Ref(msgspec.Struct, frozen=True):
 class StoredObject(msgspec.Struct, frozen=True):
     """A stored file with encoded tensors, as a manifest lists it. The file never changes.
 
-    The objects of one delta or snapshot (a `Way`) contain the tensors of the manifest's list in order, each the next
-    `num_tensors` of them. `num_bytes` and `sha256` (hex) are of the complete file, `header_bytes` and `header_sha256`
-    of its header. The header contains digests of everything after it. So a reader of a part of the file can verify that
-    part alone.
+    The objects of one delta or snapshot (a `Way`) contain the tensors of the manifest's list in order; each object
+    contains the next `num_tensors`. `num_bytes` and `sha256` (hex) are of the complete file, `header_bytes` and
+    `header_sha256` of its header. The header contains digests of everything after it. So a reader of a part of the file
+    can verify that part alone.
     """
 
     key: str
@@ -77,7 +77,8 @@ class StoredObject(msgspec.Struct, frozen=True):
 
 
 class Way(msgspec.Struct, frozen=True):
-    """One way to build a version: the objects of a delta from version `base`; of a full snapshot if it is None."""
+    """One way to build a version: from the objects of a delta to version `base`, or, if `base` is None, from those of a
+    full snapshot."""
 
     base: Ref | None
     objects: tuple[StoredObject, ...]
@@ -201,8 +202,8 @@ class Pointer(msgspec.Struct, frozen=True, kw_only=True):
 class LaterWays(msgspec.Struct, frozen=True, kw_only=True):
     """The record of additional ways (deltas or a snapshot) to build a version, written after it was published.
 
-    A `Compactor` writes it. Nothing refers to this record. The result of each way is verified by the digests in the
-    manifest of the version.
+    A `Compactor` writes it. The record is found by its key (`later_key`). The result of each way is verified by the
+    digests in the manifest of the version.
     """
 
     format: int

@@ -22,7 +22,8 @@ _HINT_KEY = "give the signer's private key: --key FILE; if it is lost, publish u
 
 @dataclass(frozen=True)
 class OwnedManifests:
-    """The manifests of a channel that a signing key covers. A new pointer may name one of them. From `owned_manifests`.
+    """The result of `owned_manifests`: the manifests of a channel that a signing key covers. A new pointer may name one
+    of them.
 
     `versions`: sorted by key. `mixed`: a text about manifests that the key does not cover; empty if there are none.
     """
@@ -64,8 +65,8 @@ def owned_manifests(store: BlobStore, name: str, signer: Signer | None) -> Owned
 def check_owner(store: BlobStore, name: str, key: str, old: Pointer | None, signer: Signer | None) -> None:
     """Raise `WeightsError` unless the owner of `signer` may replace the pointer that is stored under `key`.
 
-    `old`: that pointer; None if it does not exist yet, and then it belongs to the owner of channel `name`. `signer`
-    None: the caller has no key, and may replace only an unsigned pointer.
+    `old`: that pointer; None if it does not exist yet; then the owner of channel `name` may create it. `signer` None:
+    the caller has no key, and may replace only an unsigned pointer.
     """
     if old is not None:
         check_signer(key, old, signer)

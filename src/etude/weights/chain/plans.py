@@ -100,8 +100,8 @@ class Decoded:
 class Rebuilt:
     """The verified tensors of a version, and how they were fetched.
 
-    The lists of changes in `decoded` are relative to the tensors that the caller held. `fetched_bytes`: size of what
-    was fetched, without failed attempts. `failures`: the errors of these.
+    The lists of changes in `decoded` are relative to the tensors that the caller had. `fetched_bytes`: the fetched
+    bytes, without failed attempts. `failures`: the errors of the failed attempts.
     """
 
     decoded: Decoded
@@ -131,7 +131,7 @@ class Search:
     def cheapest(self, held: Version | None) -> Plan | None:
         """Return the plan with the fewest bytes, from version `held` or from a full snapshot; None if there is none.
 
-        Without a held version, the search ends at the nearest snapshots: older ones are assumed to be no smaller.
+        If `held` is None, the search ends at the nearest snapshots: older ones are assumed to be no smaller.
         """
         order = itertools.count()  # breaks ties between equal lengths
         waiting: list[tuple[int, int, Ref | None, tuple[Hop, ...]]] = [(0, next(order), None, ())]
@@ -186,7 +186,7 @@ def later_ways(store: BlobStore, manifest: Manifest) -> tuple[Way, ...]:
 
 
 def snapshot(store: BlobStore, manifest: Manifest) -> Way | None:
-    """Return the full snapshot of a version, from its manifest or added later; None if it has only deltas."""
+    """Return the full snapshot of a version, written at its publish or later; None if it has only deltas."""
     return manifest.anchor or next((way for way in later_ways(store, manifest) if way.base is None), None)
 
 
@@ -199,9 +199,9 @@ def fetch_version(
 ) -> Rebuilt:
     """Fetch and verify the tensors of version `target` with the fewest bytes.
 
-    After a failure, the next cheapest way is tried. A way starts from version `held` with its `tensors`, or from a full
-    snapshot. `check` is called with each manifest on the way before its objects are fetched; it can raise to refuse it.
-    If no way works, raises `WeightsError` with the reasons.
+    After a failure, the next cheapest way is tried. A way (a sequence of deltas) starts from version `held` with its
+    `tensors`, or from a full snapshot. `check` is called with each manifest on the way before its objects are fetched;
+    it can raise to refuse it. If no way works, raises `WeightsError` with the reasons.
     """
 
     def start(plan: Plan) -> Decoded:
@@ -255,7 +255,7 @@ def try_plans(
     raise WeightsError(
         f"cannot build {target.version}" + (f" from {held}" if held else ""),
         "; ".join(failures) or "there is neither a full snapshot (anchor) nor a delta from the held version",
-        hint="`etude weights fsck STORE` (of a run: `verify RUN`) names what is damaged; a new publish repairs it",
+        hint="list the damage: etude weights fsck STORE, or etude weights verify RUN; publishing again repairs it",
     )
 
 
@@ -272,7 +272,7 @@ class TensorMismatch(WeightsError):
 
 
 class Proof(enum.Enum):
-    """What a rebuilt tensor is compared with.
+    """The digest with which a rebuilt tensor is compared.
 
     CHECKSUM: its checksum (SHA-256 if it has none); enough if all fetched bytes are verified. DIGEST: its SHA-256, and
     its checksum if it has one.
@@ -283,7 +283,7 @@ class Proof(enum.Enum):
 
 
 def required_proof(plan: Plan) -> Proof:
-    """Return what the tensors that a plan builds must be compared with: their checksums, or also their SHA-256.
+    """Return how the tensors that a plan builds must be verified: by checksums, or also by SHA-256.
 
     Checksums are enough if manifests name all objects of the plan.
     """
@@ -321,7 +321,7 @@ def verify_lazily(
     if wrong:
         raise TensorMismatch(
             f"tensor {entry.name!r} of {manifest.version} has another {wrong} than published",
-            hint="its objects match their digests, so the base was wrong: rebuild it from a full snapshot (anchor)",
+            hint="the fetched objects are intact, so the base was wrong: rebuild from a full snapshot (anchor)",
         )
 
 

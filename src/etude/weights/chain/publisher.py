@@ -110,7 +110,7 @@ class Publisher:
             raise DeadlineExceeded(
                 f"publishing step {step} did not end, and made no progress for {self._deadline_s:g} s",
                 f"last published: {self._published.version if self._published else self._parent}",
-                hint="the store is slow or hangs; the publish continues: wait again",
+                hint="check the store, which is slow or hangs; the publish continues: call `wait` again",
             ) from error
         except BaseException:  # its buffers are not reused: the commit may have succeeded nevertheless
             self._outstanding = None
@@ -130,7 +130,7 @@ class Publisher:
                     raise
 
     def close(self) -> None:
-        """Wait for the running publish and end the thread. May be called twice. Raises as `wait` does."""
+        """Wait for the running publish and end the thread. May be called twice. Raises the errors of `wait`."""
         self._closed = True
         try:
             self.wait()

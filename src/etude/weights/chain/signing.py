@@ -57,11 +57,13 @@ def read_signer(path: Path | None) -> Signer | None:
         return Signer(bytes.fromhex(path.read_text("ascii").strip()))
     except OSError as error:
         raise InputError(
-            f"{path} cannot be read", str(error.strerror), hint="etude weights key FILE makes one"
+            f"{path} cannot be read", str(error.strerror), hint="create a key file with: etude weights key FILE"
         ) from None
     except ValueError:
         raise InputError(
-            f"{path} contains no key", "64 hex characters are expected", hint="etude weights key FILE makes one"
+            f"{path} does not contain a key",
+            "64 hex characters are expected",
+            hint="create a key file with: etude weights key FILE",
         ) from None
 
 

@@ -21,11 +21,11 @@ Changes = Mapping[str, tuple[npt.NDArray[Any], Codes]]
 
 @dataclass(frozen=True)
 class UndoRecord:
-    """What is needed to compute the tensors before a step from those after it.
+    """The data with which the tensors before a step can be computed from those after it.
 
     `changed`: for each changed tensor, the flat positions and the old values there, as codes (the raw bits of
-    elements). `replaced`: old tensors that are kept whole. `removed`: names of tensors that the step added, so that
-    going back removes them.
+    elements). `replaced`: old tensors that are stored completely. `removed`: names of tensors that the step added, and
+    that going back therefore removes.
     """
 
     changed: Mapping[str, tuple[npt.NDArray[Any], Codes]]
@@ -49,7 +49,7 @@ class UndoRecord:
 
 
 def make_undo_record(old: Mapping[str, Tensor], new: Mapping[str, Tensor], changed: Changes) -> UndoRecord:
-    """Create the record that leads from the tensors `new` back to `old`.
+    """Create the record with which the tensors `old` can be computed from `new`.
 
     `changed`: the first result of `compare_tensors(old, new)`.
     """

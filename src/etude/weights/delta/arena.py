@@ -26,7 +26,8 @@ _ALIGNMENT = 64
 def allocate(count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """Return an uninitialised array of shape [count].
 
-    From `MAPPED_BYTES` on it is a memory mapping of its own, which is unmapped as soon as the array is released.
+    An array of `MAPPED_BYTES` or more is a memory mapping of its own, which is unmapped as soon as the array is
+    released.
 
     >>> allocate(3, np.dtype(np.uint16)).shape
     (3,)
@@ -57,7 +58,8 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 class Arena:
-    """Allocates many small arrays from shared blocks of memory. A block is released with the last of its arrays."""
+    """Allocates many small arrays from shared blocks of memory. A block is released when all arrays in it are
+    released."""
 
     def __init__(self) -> None:
         self._block = np.empty(0, np.uint8)

@@ -72,8 +72,8 @@ def tensor_of(name: str, value: Any, dtype: str | None = None) -> Tensor:
         if array.size % codes.itemsize:
             raise WeightsError(
                 f"tensor {name!r} has {array.size} bytes",
-                f"{dtype} has {codes.itemsize} each",
-                hint="it was truncated, or has another dtype",
+                f"an element of {dtype} has {codes.itemsize} bytes",
+                hint="give the complete data, or the real dtype in the argument `dtypes`",
             )
         array = array.view(codes)
     if array.dtype != codes:

@@ -83,7 +83,7 @@ def of_items(found: Sequence[Found], old: Codes, kind: DType) -> Changes:
 
     A tile is a part of a tensor that is coded alone. An item is a code, or one half of a code for dtypes with two parts
     (`DType`). `found`: for each tile, the positions of its changed items in the tensor and the new items. `old`: all
-    items of the old tensor. If only one half of a code changes, the other is taken from `old`.
+    items of the old tensor. If only one half of a code changes, the other half is taken from `old`.
     """
     positions = np.concatenate([narrow(np.empty(0, np.int64), old.size), *(where for where, _ in found)])
     items = sort_by_position(

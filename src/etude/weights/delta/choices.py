@@ -64,8 +64,9 @@ def choose(
 ) -> Layout:
     """Choose how the tensors of a delta are stored and cut into tiles (parts that are coded independently).
 
-    `new[i]`, `old[i]`: the elements of tensor i, as `to_items` returns them. `new[i]` None: the tensor does not change.
-    `old[i]` None: there is no old tensor, so it is stored in full. `kernels` count a sample of the changes.
+    `new[i]`, `old[i]`: the elements of tensor i, as `to_items` returns them. `new[i]` is None if the tensor does not
+    change, and `old[i]` if there is no old tensor, so that the new one is stored in full. `kernels` are used to count a
+    sample of the changes.
     """
     forms = [SAME] * len(specs)
     grids: dict[int, Grid] = {}

@@ -216,7 +216,7 @@ def shorter(coded: bytes, tile: Tile, kind: DType, new: Callable[[], Codes]) -> 
 
 
 def for_kernels(payload: memoryview, tile: Tile, kind: DType) -> memoryview:
-    """Return the encoded bytes of a tile in a form that `Kernels` accept: byte planes are decoded to raw items."""
+    """Return the encoded bytes of a tile in a form that `Kernels` accept, with byte planes decoded to raw items."""
     if not payload or payload[0] != _PLANES:
         return payload
     items = np.empty(tile.size, kind.items)

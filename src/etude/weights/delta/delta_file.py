@@ -32,10 +32,10 @@ _OBJECT = struct.Struct("<QI")
 
 
 class Kind(enum.IntEnum):
-    """What a delta does with a tensor.
+    """How a tensor differs between the base and the target of a delta.
 
-    SAME: nothing. CHANGED: same dtype and shape, other bits; stored as a delta. NEW, REMOVED: only the target or only
-    the base has it. REPLACED: another dtype or shape; stored in full.
+    SAME: not at all. CHANGED: same dtype and shape, other bits; stored as a delta. NEW, REMOVED: only the target or
+    only the base has it. REPLACED: another dtype or shape; stored in full.
     """
 
     SAME = 0
@@ -62,7 +62,7 @@ class Entry:
 
     @property
     def kind(self) -> Kind:
-        """What the delta does with this tensor."""
+        """How the tensor differs between base and target."""
         if self.old is None:
             return Kind.NEW
         if self.new is None:
@@ -96,7 +96,9 @@ class DeltaFile:
 
 
 def write_head(entries: Sequence[Entry], note: bytes, num_objects: int) -> bytes:
-    """Encode what is before the first object of a delta file. Raises `WeightsError` above a limit of the format."""
+    """Encode the part of a delta file before its first object: header, table of tensors, and note.
+
+    Raises `WeightsError` if a limit of the format is exceeded."""
     table = b"".join(map(_write_entry, entries))
     for what, size, limit in (
         ("tensors", len(entries), MAX_ENTRIES),
@@ -130,7 +132,7 @@ def read(data: bytes | memoryview) -> DeltaFile:
         raise WeightsError(
             "this is not a delta file",
             f"it starts with {bytes(magic)!r}, not {MAGIC!r}",
-            hint="give the output of `encode`",
+            hint="give bytes that `etude.weights.delta.encode` returned, or a file that `etude weights encode` wrote",
         )
     if form != FORMAT or flags:
         older = form < FORMAT and not flags

@@ -55,7 +55,7 @@ def parts(
 ) -> Iterator[bytes]:
     """Encode a delta as `encode` does, but yield its bytes piece by piece, for writing to a file.
 
-    Besides `old` and `new`, only one encoded group of tensors is in memory at a time. Every array is read twice.
+    Only one encoded group of tensors is in memory at a time, in addition to `old` and `new`. Every array is read twice.
     `note`: bytes that are stored in the file for the caller. The other arguments are those of `encode`.
     """
     check_mode(mode)
@@ -346,7 +346,7 @@ def _refuse_overlaps(file: DeltaFile, base: Mapping[str, Tensor], places: Mappin
             raise WeightsError(
                 f"out[{first!r}] and out[{second!r}] are the same memory",
                 f"their tensors differ: {str(sums[first])[:12]} and {str(sums[second])[:12]}",
-                hint="the target does not tie them: give each its own buffer",
+                hint="give each of them its own buffer: in the target, they are different tensors",
             )
     starts = [start for start, _, _ in spans]
     for name in base.keys() & places.keys():

@@ -69,7 +69,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Tile:
-    """A part of one or several tensors that is coded alone: the items of `pieces`, piece after piece, each row by row.
+    """A part of one or several tensors that is coded independently of all others. It has the items of `pieces`, piece
+    after piece, each row by row.
 
     An item is an element or one half of it (`tensors.DType`). Items are grouped into `classes` (1 to `MAX_CLASSES`)
     classes by the exponent of their old code. The class of an item is `high` minus the exponent, clipped to [0,
@@ -95,8 +96,8 @@ class Kernels(Protocol):
     def sample(self, old: Codes, new: Codes, kind: DType, stride: int) -> tuple[Counts, Counts]:
         """Count the items, and the changed items, by the exponent of the old item. Return two arrays [256].
 
-        Only every `stride`-th block of 64 items is counted; a last, shorter block only if the stride is 1. `kind`: the
-        dtype.
+        Only every `stride`-th block of 64 items is counted. A last, shorter block is counted only if `stride` is 1.
+        `kind`: the dtype.
         """
         ...
 
@@ -135,7 +136,8 @@ class Kernels(Protocol):
 
 @dataclass(frozen=True)
 class Grid:
-    """How one tensor is cut into tiles, as the header stores it: into rectangles of `tile_rows` x `tile_cols` items.
+    """How one tensor is cut into tiles, as the header stores it: each tile is a rectangle of `tile_rows` x `tile_cols`
+    items.
 
     `high` and `classes` are those of its tiles (`Tile`).
     """
@@ -289,8 +291,8 @@ def header_bytes(data: bytes | memoryview) -> int:
 def read_header(data: bytes | memoryview, specs: Sequence[Spec]) -> Header:
     """Parse the header of a delta object. `data`: the object, or at least its header. Raises `WeightsError`.
 
-    `specs`: dtype and shape of the object's tensors. Needs memory in proportion to the length of the header and the
-    number of specs, whatever the header claims.
+    `specs`: dtype and shape of the object's tensors. The memory that it needs is proportional to the length of the
+    header and the number of specs, even for a malformed header.
     """
     num_bytes = header_bytes(data)
     reader = Reader(Reader(data).take(num_bytes))

@@ -55,7 +55,8 @@ class Cost:
 
     @property
     def share_of_bound(self) -> float | None:
-        """`bound_bytes` over `delta_bytes`. 1.0: as small as a coder that uses only exponents; 0: nothing changed."""
+        """`bound_bytes` over `delta_bytes`. At 1.0 the delta has the estimated smallest size; 0.0 if nothing changed.
+        None if `bound_bytes` is None."""
         return None if self.bound_bytes is None else self.bound_bytes / max(1, self.delta_bytes)
 
 

@@ -214,8 +214,8 @@ class NativeKernels:
         """Return a function that writes the codes of each row to their positions, with `threads` threads.
 
         A row is (flat memory, positions, codes). The function can be called repeatedly. With several threads, no two
-        rows may refer to the same memory. All checks are made here: raises `ValueError` for arrays that do not fit
-        together or a position that is out of range.
+        rows may refer to the same memory. All checks are made before this returns: raises `ValueError` for arrays that
+        do not fit together or a position that is out of range.
         """
         for memory, places, codes in rows:
             flat = all(
@@ -247,8 +247,8 @@ class NativeKernels:
         """Compute the sums of which a checksum consists: two of the old codes, then two of the new codes.
 
         The new codes are `new`, or `old` with `changes` (ascending positions, codes) applied, or else `old`.
-        `first_block`: the number of the first block of `old`, if it is a part of a tensor. Raises `ValueError` for
-        positions that do not ascend or are out of range.
+        `first_block`: if `old` is a part of a tensor, the number of its first block in the tensor. Raises `ValueError`
+        for positions that do not ascend or are out of range.
         """
         _aligned(old, *(() if new is None else (new,)))
         places, codes = changes or (np.empty(0, np.uint32), np.empty(0, old.dtype))

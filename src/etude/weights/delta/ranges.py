@@ -38,8 +38,8 @@ class Parts:
     """Reads the changes of some tensors, or of some rows, from one delta object without fetching all of it.
 
     `read(offset, count)` returns bytes of the object. `header`: its verified header. `specs`: those of its tensors; a
-    tensor is named by its index in them. Raises `WeightsError` for bytes that no encoder wrote for these specs, and
-    whatever `read` raises.
+    tensor is named by its index in them. Raises `WeightsError` for bytes that no encoder wrote for these specs, and the
+    errors of `read`.
     """
 
     def __init__(self, read: Read, header: bytes, specs: Sequence[Spec], *, kernels: Kernels = KERNELS) -> None:
@@ -63,7 +63,7 @@ class Parts:
     def tensors(self, wanted: Sequence[int], old: Sequence[Tensor | None]) -> dict[int, Tensor]:
         """Decode the new tensors with the numbers `wanted`, and return them by number. No byte is fetched twice.
 
-        `old`: the old tensors, one per spec; None where `needs_old` does not ask for one.
+        `old`: the old tensors, one per spec; None for tensors that are not in the result of `needs_old`.
         """
         layout = self._header.layout
         over = {i: self._over(i) for i in wanted if layout.forms[i] not in (SAME, WHOLE)}

@@ -72,7 +72,7 @@ def decompress(frame: memoryview, *, limit: int) -> bytes:
 
 
 def block(raw: Bytes) -> bytes:
-    """Encode bytes whose number the reader knows: as a zstd frame if that is shorter, else raw."""
+    """Encode bytes as a zstd frame if that is shorter, else raw. The reader must know the number of bytes."""
     frame = compress(raw.data) if raw.size > 16 else b""
     return varint(len(frame)) + frame if frame and len(frame) < raw.size else varint(0) + raw.tobytes()
 
@@ -170,7 +170,7 @@ def words(values: Numbers) -> bytes:
 
 
 def gaps(places: Longs) -> Longs:
-    """Return how many positions lie between each of ascending positions and the one before it.
+    """Return, for each of some ascending positions, the number of positions between it and the one before.
 
     >>> gaps(np.array([0, 3, 4])).tolist()
     [0, 2, 0]
@@ -181,7 +181,7 @@ def gaps(places: Longs) -> Longs:
 
 
 def unary(quotients: Numbers) -> Flags:
-    """Encode numbers in unary, as flags: for each, that many zeros (at most `LONGEST_RUN`) and a one."""
+    """Encode numbers in unary, as flags: a number n becomes n zeros (at most `LONGEST_RUN`), followed by a one."""
     ones = np.minimum(quotients, LONGEST_RUN).astype(np.int64)
     ones += 1
     np.cumsum(ones, out=ones)

@@ -303,7 +303,8 @@ def _changes(kind: DType, tile: Tile, old: Codes, payload: memoryview) -> tuple[
 
 
 def unpack(kind: DType, items: Longs, reader: Reader) -> tuple[Longs, Flags, Numbers]:
-    """Decode what `pack` encoded: return its arguments `where`, `down` and `size`. `reader` is past the first byte.
+    """Decode the result of `pack`, and return (`where`, `down`, `size`), the arguments that `pack` got. The caller
+    has read the first byte from `reader` already.
 
     `items` [classes]: number of items of each class. Raises `WeightsError` for bytes that no encoder wrote.
     """
@@ -322,7 +323,7 @@ def _raw_changes(kind: DType, old: Codes, reader: Reader) -> tuple[Numbers, Code
 
 
 def read_raw(kind: DType, count: int, reader: Reader) -> Codes:
-    """Decode the `count` new items of a tile that is stored raw. `reader` is past its first byte.
+    """Decode the `count` new items of a tile that is stored raw. `reader` has taken its first byte already.
 
     Raises `WeightsError` for bytes that no encoder wrote.
     """

@@ -46,10 +46,11 @@ def exponents(items: Codes, kind: DType) -> npt.NDArray[np.uint8]:
 
 
 def steps_between(old: Codes, new: Codes, kind: DType) -> tuple[npt.NDArray[np.bool_], Numbers]:
-    """Return how many ULP steps lead from each old item to its new one: the directions and the sizes.
+    """Return how many ULP steps (steps between neighbouring floats) lead from each old item to its new one, as
+    directions and sizes.
 
-    The first result, [N] bool, says whether the step goes down. The second, [N] uint32, is its size. The scale is a
-    ring, and the shorter way around it is taken.
+    The first result, [N] bool, says whether the step goes down. The second, [N] uint32, is its size. Stepping beyond
+    the largest value leads to the smallest one, and the shorter of the two ways is taken.
     """
     lift = _one(old, 8 * old.itemsize - kind.width)  # shift to the top of the word, so that numpy's arithmetic wraps
     steps = (to_order(new, kind) - to_order(old, kind) << lift).view(f"i{old.itemsize}")

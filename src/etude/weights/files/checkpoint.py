@@ -177,7 +177,7 @@ class CheckpointWriter:
         return self
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor. Raises `CheckpointError`, `StoreError`."""
+        """Write one tensor to its file. Raises the errors that the class names."""
         file, place = self._places.get(name, (None, None))
         if file is None or place is None or place.spec != tensor.spec:
             where = f"the header has {place.dtype} {list(place.shape)}" if place else "no header has it"
@@ -198,7 +198,8 @@ class CheckpointWriter:
         try:
             if self._left:
                 raise CheckpointError(
-                    f"{min(self._left)!r} was not written", hint="this is a defect of the program that writes it"
+                    f"{min(self._left)!r} was not written",
+                    hint="write every tensor of the headers before the block ends",
                 )
             with store_errors(f"{self._folder} cannot be written"):
                 for file in self._files.values():
@@ -248,7 +249,7 @@ def read_index(path: Path, *, hint: str = _HINT_INDEX) -> tuple[str, dict[str, s
         facts = 'it has no "weight_map" from tensor names to file names'
         raise CheckpointError(f"{path} names no shards", facts, hint=hint) from None
     if not plain:
-        raise CheckpointError(f"{path} names no shards", "a name in it is not a file name", hint=hint)
+        raise CheckpointError(f"{path} names no shards", "a value of its weight_map is not a file name", hint=hint)
     return text, files
 
 

@@ -83,7 +83,9 @@ def apply_delta(a: Path, delta: Path, out: Path) -> Applied:
         deltas.fit_base(file, base.tensors)
         headers, index = _read_note(file, base)
         if out.suffix == ".safetensors" and [*headers] != [WEIGHTS]:
-            raise CheckpointError(f"the target has {len(headers)} files", hint=f"name a directory, not {out.name}")
+            raise CheckpointError(
+                f"the new checkpoint has {len(headers)} files", hint=f"name a directory, not {out.name}"
+            )
         _check_free_space(file, out.parent)
         held = deltas.check_base(file, base.tensors)
         beside = out.with_name(out.name + ".tmp")
@@ -112,9 +114,9 @@ def apply_delta(a: Path, delta: Path, out: Path) -> Applied:
 
 
 def verify_delta(delta: Path, a: Path) -> Applied:
-    """Check that a delta file can be applied to checkpoint `a`: do what `apply_delta` does, but write nothing.
+    """Check that a delta file can be applied to checkpoint `a`, without writing anything.
 
-    The checksums of base and target are compared. Raises the same errors.
+    The delta is decoded, and the checksums of base and target are compared. Raises the errors of `apply_delta`.
     """
     base = read_checkpoint(a)
     with open_delta(delta) as file:

@@ -81,7 +81,7 @@ def check_file(out: Path, inputs: Sequence[Path], magic: bytes, kind: str) -> No
     """Check the path of an output file before the work starts.
 
     An existing file may be replaced if it is of the same kind: it begins with `magic`, or is empty. Raises `InputError`
-    for any other existing file, and as `check_output` does. `kind`: what the file is, for errors.
+    for any other existing file, and in the cases of `check_output`. `kind`: the kind of the file, for errors.
     """
     if out.is_dir():
         raise InputError(f"{out} is a directory", f"a {kind} is one file", hint="name a file that is not there yet")
@@ -89,7 +89,9 @@ def check_file(out: Path, inputs: Sequence[Path], magic: bytes, kind: str) -> No
     if not out.exists():
         return
     if not out.is_file():
-        raise InputError(f"{out} is not a regular file", f"a {kind} is one", hint="name a file that is not there yet")
+        raise InputError(
+            f"{out} is not a regular file", f"a {kind} must be a regular file", hint="name a file that is not there yet"
+        )
     try:
         with out.open("rb") as file:
             found = file.read(len(magic))

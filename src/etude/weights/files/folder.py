@@ -56,11 +56,12 @@ class _State(msgspec.Struct, frozen=True):
 
 
 class CheckpointFolder:
-    """A checkpoint directory that this process keeps at a version, protected by a lock file. Not thread-safe.
+    """A checkpoint directory that this process updates to new versions. A lock file prevents that others do so too. Not
+    thread-safe.
 
-    Opening it completes a change of version that was interrupted. A context manager: the block's end releases the lock.
-    Raises `InputError` for a path that is not a directory or contains linked weight files, `WeightsError` if another
-    process keeps it, `StoreError` if the disk refuses a write.
+    An update that was interrupted is completed when the directory is opened. A context manager: the block's end
+    releases the lock. Raises `InputError` for a path that is not a directory or contains linked weight files,
+    `WeightsError` if another process has the lock, `StoreError` if the disk refuses a write.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,7 +78,9 @@ class CheckpointFolder:
         except BlockingIOError:
             os.close(self._lock)
             raise WeightsError(
-                f"{path} is kept by another process", "it holds its lock", hint=f"stop it: fuser {path / LOCK} names it"
+                f"{path} is used by another process",
+                "that process has locked it",
+                hint=f"stop it: fuser {path / LOCK} names it",
             ) from None
         try:
             self._recover()
@@ -95,7 +98,7 @@ class CheckpointFolder:
         self.close()
 
     def close(self) -> None:
-        """Release the lock, so that another process can keep the directory."""
+        """Release the lock, so that another process can update the directory."""
         os.close(self._lock)
 
     @property
@@ -177,7 +180,7 @@ class CheckpointFolder:
         found = content_digest({name: tensor_digest(tensor) for name, tensor in tensors.items()})
         if self.version is not None and found != self.version.digest:
             raise WeightsError(
-                f"{self.path} does not hold {self.version}",
+                f"{self.path} does not contain {self.version}",
                 f"its files have digest {found[:12]}, the version {self.version.digest[:12]}",
                 hint=f"another program changed them: delete {self.path / STATE}, then start the follower again",
             )

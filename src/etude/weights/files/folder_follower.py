@@ -70,9 +70,10 @@ class FolderFollower:
     def advance(self) -> AdoptedVersion | None:
         """Write the newest version to the directory. Return what was done; None if there is no newer version.
 
-        Raises what `Follower.advance` raises. Raises `StoreError` if the disk refuses a write; then the directory is
-        unchanged, or opening it again or calling this again completes the update. Raises `InputError`, before anything
-        is fetched, if the directory never followed a channel and has a checkpoint of another model.
+        Raises the errors of `Follower.advance`. Raises `StoreError` if the disk refuses a write; then the directory is
+        unchanged, or the update is completed when the directory is opened again or this is called again. Raises
+        `InputError`, before anything is fetched, if the directory never followed a channel and has a checkpoint of
+        another model.
         """
         self._refuse_others()
         update = self._pending = self._advance() or self._pending
@@ -120,7 +121,7 @@ class FolderFollower:
                 raise
             there = self._folder.path / STATE
             raise MovedBack(
-                error.what, error.facts, hint=f"{error.hint}; if the store is meant to be another, remove {there}"
+                error.what, error.facts, hint=f"{error.hint}; if you changed the store on purpose, remove {there}"
             ) from None
 
     def _refuse_others(self) -> None:
@@ -135,7 +136,7 @@ class FolderFollower:
         published = full_specs({entry.name: entry.spec for entry in manifest.tensors})
         if facts := differences(held, published):
             raise InputError(
-                f"{self._folder.path} holds another checkpoint than channel {self._name!r}",
+                f"{self._folder.path} has another checkpoint than channel {self._name!r}",
                 facts,
                 hint="name a new directory, or one with a copy of the channel's model; nothing was changed",
             )

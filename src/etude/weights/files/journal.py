@@ -26,7 +26,7 @@ _DIGEST_BYTES = 32
 
 @dataclass(frozen=True)
 class Change:
-    """Codes (elements as unsigned integers) of one tensor that are written into a file.
+    """A change of one tensor in a file: the codes (elements as unsigned integers) to write, and their places.
 
     `start`: offset of the tensor in the file, in bytes. `places`: ascending indices of the elements to write; None: all
     elements.

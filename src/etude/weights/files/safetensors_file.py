@@ -146,7 +146,7 @@ def map_file(path: Path, places: Mapping[str, Place]) -> dict[str, Tensor]:
 def codes_at(memory: Any, place: Place) -> np.ndarray[Any, np.dtype[Any]]:
     """Return the elements of a tensor as a flat array of unsigned integers, given a buffer of the complete file.
 
-    The array is a view: writable if the buffer is, and perhaps unaligned.
+    The array is a view of the buffer. It is writable if the buffer is, and may be unaligned.
     """
     spec = place.spec
     return np.frombuffer(memory, DTYPES[spec.dtype].codes, spec.size, place.start if spec.size else 0)

@@ -47,10 +47,10 @@ def fused_pieces(live: Mapping[str, Any], *, query_rows: int, key_rows: int) -> 
 def sharded(pieces: Pieces, specs: Mapping[str, Spec], *, rank: int, size: int) -> Pieces:
     """Return the map of one rank of a tensor-parallel engine, given the map of its memory.
 
-    A tensor whose memory is smaller than the checkpoint's in one axis is taken as the shard of rank `rank` of `size`.
-    Shards follow one another by rank. The last may be padded (vocabularies are). If there are fewer shards than ranks
-    (heads of keys and values), neighbouring ranks hold the same. `specs`: the tensors of the checkpoint. Raises
-    `WeightsError` if the shapes differ in more than one axis.
+    If the memory of a tensor is smaller than the checkpoint's tensor in one axis, it contains the shard of rank `rank`
+    of `size`. Shards follow one another by rank. The last may be padded (vocabularies are). If there are fewer shards
+    than ranks (heads of keys and values), neighbouring ranks have the same shard. `specs`: the tensors of the
+    checkpoint. Raises `WeightsError` if the shapes differ in more than one axis.
     """
     return {
         name: [_shard(name, one, specs[name], rank, size) if name in specs else one for one in found]

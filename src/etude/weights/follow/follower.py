@@ -27,7 +27,7 @@ from etude.weights.tensors import Tensor
 
 @dataclass(frozen=True)
 class Update:
-    """What differs between the version held before and the one held now. All tensors are verified.
+    """The difference between a reader's previous version and its new one. All tensors are verified.
 
     `changed`: for each tensor with changes, ascending flat positions (uint32 or int64), and the codes (new bits) there.
     `replaced`: tensors that are new, or had another dtype or shape; in the first update all tensors. `removed`: names
@@ -56,12 +56,13 @@ class HeldVersion:
 
 
 class Follower:
-    """Follows one channel of a store, or a branch of it, and holds one version in memory. Not thread-safe.
+    """Follows one channel of a store, or a branch of it, and keeps the tensors of one version in memory: the *held*
+    version. Not thread-safe.
 
     `name`: the channel. `branch`: follow this branch instead of the channel's newest version. `limit_bytes`: a version
     whose tensors need more memory is refused before anything is fetched. `public_key` (32 bytes): accept only pointers
-    signed by this key. `can_undo`: keep what the last update overwrote (`undo_bytes`). `followed`: the property
-    `followed` of an earlier follower, so that a pointer that moved back since then is refused.
+    signed by this key. `can_undo`: whether to keep the values that the last update overwrote, for `undo`. `followed`:
+    the property `followed` of an earlier follower, so that a pointer that moved back since then is refused.
 
     >>> from etude.stores import MemoryStore
     >>> Follower(MemoryStore()).advance() is None
@@ -107,11 +108,11 @@ class Follower:
         return self._held.undo.num_bytes if self._held and self._held.undo else 0
 
     def head_version(self) -> Version | None:
-        """Read which version is the newest in the store; None before the first publish. Reads some hundred bytes."""
+        """Read which version is the newest in the store; None before the first publish. Reads a few hundred bytes."""
         return self._head.version()
 
     def advance(self, *, at_least: Version | None = None, exactly: Version | None = None) -> Update | None:
-        """Fetch, verify and hold the newest version. Return what differs from the version held before.
+        """Fetch and verify the newest version, and keep it in memory. Return the difference from the version before.
 
         Return None if the newest is held already or there is none. `at_least`: raise `Behind` if the newest version was
         published before this one. `exactly`: move to this version, even if another is the newest; raise `Behind` if the
@@ -123,7 +124,7 @@ class Follower:
         return self._head.follow(held, lambda to: self._move(to, started), at_least=at_least, exactly=exactly)
 
     def undo(self) -> Update:
-        """Return to the version held before the last update, without using the store. Return what differs.
+        """Go back to the version before the last update, without using the store. Return the difference.
 
         Raises `WeightsError` if there is nothing to undo: before the second update, after an undo, or if `can_undo` is
         False. The next `advance` moves to the newest version again.
@@ -141,9 +142,10 @@ class Follower:
         return update
 
     def start_from(self, version: Version, tensors: Mapping[str, Tensor]) -> bool:
-        """Hold a version whose tensors are there already, for instance on disk, so that only later changes are fetched.
+        """Use a version whose tensors the caller has already, for instance on disk, so that only later changes are
+        fetched.
 
-        `tensors`: all tensors of the version; they are verified by SHA-256. Return False, and hold nothing, if the
+        `tensors`: all tensors of the version; they are verified by SHA-256. Return False, and change nothing, if the
         store does not have the version or these are not its tensors. Raises `StoreError`.
         """
         manifest = history.find(self._store, self._name, version)
@@ -158,9 +160,9 @@ class Follower:
         return self._held is not None and self._held.manifest is manifest
 
     def rebind(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the tensors of the held version by others with the same names and bits.
+        """Replace the tensors of the held version by other objects with the same names and bits.
 
-        For instance by tensors in shared memory. They are not compared.
+        For instance, by tensors in shared memory. The bits are not compared.
         """
         assert self._held is not None, "there is a version to be held"
         self._held = HeldVersion(self._held.manifest, dict(tensors), self._held.undo, self._held.before)
@@ -187,7 +189,7 @@ def make_update(
     started: float,
     fetched: plans.Rebuilt | None = None,
 ) -> Update:
-    """Create the update that leads from the tensors `before` to `tensors`, those of `version`.
+    """Create the update from the tensors `before` to `tensors`, which are those of `version`.
 
     `started`: `time.perf_counter()` at the start of the fetch. `fetched`: the result of the fetch; its lists of changes
     are used instead of comparing tensors.

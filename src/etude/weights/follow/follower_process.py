@@ -133,12 +133,12 @@ class FollowerProcess:
         return self._child.pid if self._child else None
 
     def advance(self) -> Update | None:
-        """Move to the newest version. Return what differs from the version held before.
+        """Fetch the newest version. Return the difference from the version before.
 
         Return None if there was no new version within `wait_s`. If a list of a tensor's changes would be larger than
-        the tensor, the complete tensor is in `Update.replaced`. Raises `WeightsError` as `Follower.advance` does, and
-        if the child died or did not respond in time. Then the held version is unchanged, and the next call starts a new
-        child.
+        the tensor, the complete tensor is in `Update.replaced`. Raises `WeightsError` in the cases of
+        `Follower.advance`, and if the child died or did not respond in time. Then the held version is unchanged, and
+        the next call starts a new child.
         """
         if self._closed:
             raise WeightsError("the follower is closed", hint="create a new follower")

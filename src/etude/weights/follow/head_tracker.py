@@ -36,7 +36,7 @@ class MovedBack(WeightsError):
 
 
 class FollowedPointer(msgspec.Struct, frozen=True):
-    """What a reader remembers of the pointer (the record of the newest version) that it followed last.
+    """A reader's record of the pointer that it followed last. A pointer is the store's record of the newest version.
 
     By this record the reader recognises a pointer that moved back. `pointer`: its key in the store. `version`: the
     version that it named. The pair (`generation` of the pointer, `serial` of the version) never decreases.
@@ -70,7 +70,7 @@ class HeadTracker:
         self._noted: Pointer | None = None  # the pointer that `followed` describes
 
     def version(self) -> Version | None:
-        """Read which version the pointer names; None before the first publish. One read of some hundred bytes."""
+        """Read which version the pointer names; None before the first publish. One read of a few hundred bytes."""
         pointer = self._read()
         return pointer.head.version if pointer else None
 
@@ -85,7 +85,7 @@ class HeadTracker:
         """Call `move` with the manifest of the newest version (or of `exactly`), and return its result.
 
         Return None if the newest version is held already or there is none. `held`: the manifest of the held version.
-        Raises `Behind` and `WeightsError` as described in `Follower.advance`, and whatever `move` raises.
+        Raises `Behind` and `WeightsError` in the cases of `Follower.advance`, and the errors of `move`.
         """
         for tries_left in reversed(range(_MAX_TRIES)):
             pointer = self._read()
@@ -171,7 +171,7 @@ def check_size(manifest: Manifest, limit_bytes: int) -> None:
 
 def _behind(wanted: Version | None, head: Version | None) -> Behind:
     return Behind(
-        f"{wanted} is not there",
+        f"{wanted} is not published",
         f"the channel is at {head}" if head else "nothing was published",
         hint="try again later: its writer may still be publishing it, or this store lags behind another",
     )

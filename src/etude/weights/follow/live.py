@@ -69,7 +69,7 @@ class DeviceScatter:
 
 
 def batch_calls(calls: Sequence[Call]) -> Call:
-    """Combine calls into one that does the work of all.
+    """Combine several calls into one call that makes the same writes.
 
     Scatters into host memory become one call of the native kernels, if available. Scatters into the same device storage
     become one, since thousands of kernel launches would take longer than the writes.
@@ -114,8 +114,8 @@ class Window:
 
     `device`: such as "cpu", "cuda:0". `address`: of the first element. `strides`: in elements. `dtype`: a key of
     `tensors.DTYPES`; "" if not known. `view`: the elements in `shape`; a numpy array of unsigned integers, or a torch
-    tensor of signed ones. `flat`: the same memory as one dimension, from the first element to the last, with the
-    elements between them. The methods' indices refer to `flat`.
+    tensor of signed ones. `flat`: the same memory as one dimension, from the first element to the last, including
+    elements between them that are not part of the tensor. The methods' indices refer to `flat`.
     """
 
     device: str

@@ -103,7 +103,7 @@ class LiveFollower:
         return {entry.name: entry.spec for entry in manifest.tensors} if manifest else {}
 
     def head_version(self) -> Version | None:
-        """Read which version is the newest in the store; None before the first publish. Reads some hundred bytes."""
+        """Read which version is the newest in the store; None before the first publish. Reads a few hundred bytes."""
         return self._head.version()
 
     def prepare(self, *, at_least: Version | None = None, exactly: Version | None = None) -> Update | None:
@@ -143,7 +143,9 @@ class LiveFollower:
         if self._before is None:
             raise WeightsError(
                 "there is nothing to undo",
-                f"{self.version} is held" if self._held else "no version is held",
+                f"no update was made since {self.version}"
+                if self._held
+                else "it is not known which version is in memory",
                 hint="one update can be undone; `prepare(exactly=...)` leads to any stored version",
             )
         self._held, self._before, self._prepared = self._before, None, None
@@ -151,8 +153,8 @@ class LiveFollower:
     def start_from(self, version: Version) -> bool:
         """Verify that the live memory has the weights of a version, and hold that version.
 
-        For instance after they were loaded from disk. They are verified by SHA-256. Return False, and hold no version,
-        if the store does not have the version or the memory has other tensors. Raises `StoreError`.
+        Call it for instance after the weights were loaded from disk. They are verified by SHA-256. Return False, and
+        hold no version, if the store does not have the version or the memory has other tensors. Raises `StoreError`.
         """
         self.forget()
         manifest = history.find(self._store, self._name, version)

@@ -54,7 +54,7 @@ def full_specs(specs: Mapping[str, Spec]) -> dict[str, Spec]:
     """Return the dtype and shape of each complete tensor, from those of published tensors and parts (`w[0:512]`).
 
     Raises `WeightsError` unless the parts of a tensor follow each other from row 0 without a gap, with equal dtype and
-    row shape. Whether the last part is missing cannot be seen here.
+    row shape. A missing last part is not detected.
     """
     parts = {name: part_of(name) for name in specs}
     found = {name: specs[name] for name, part in parts.items() if part is None}
@@ -78,7 +78,7 @@ def full_specs(specs: Mapping[str, Spec]) -> dict[str, Spec]:
 def assemble(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Concatenate parts (`w[0:512]`, `w[512:1024]`) to complete tensors, and return all complete tensors by name.
 
-    Tensors that are complete already are the same objects. Raises as `full_specs` does.
+    Tensors that are complete already are the same objects. Raises the errors of `full_specs`.
 
     >>> rows = [Tensor("u8", (1, 2), np.array(codes, np.uint8)) for codes in ([1, 2], [3, 4])]
     >>> assemble({"w[0:1]": rows[0], "w[1:2]": rows[1]})["w"].codes.tolist()

@@ -51,8 +51,8 @@ class Piece:
     """A part of a checkpoint tensor, and the live memory that holds it. Created by `piece`, `named`, `fused`.
 
     `window`: the live memory. `box`: [start, stop) in each dimension of the checkpoint tensor; None: all of it.
-    `reorder`: for memory whose order no view can express (prepacked, swizzled): a bijection from element indices in the
-    box to element indices in the window, both in C order.
+    `reorder`: for memory in an order that strides cannot describe (prepacked, swizzled): a function that converts
+    element indices in the box to element indices in the window, both in C order.
 
     In the methods, `spec` is the dtype and shape of the complete tensor as published, and `codes` are its elements as
     unsigned integers (their bits).
@@ -117,7 +117,7 @@ class Piece:
         return moved.reshape(self.window.shape)
 
     def fill(self, spec: Spec, codes: Codes) -> None:
-        """Write this piece's part of the tensor to the live memory. `codes`: of the complete tensor.
+        """Write this piece's part of the tensor to the live memory. `codes`: the elements of the complete tensor.
 
         Allocates at most one copy of the piece; if the piece is in host memory, it allocates nothing unless `reorder`
         is set.
@@ -129,7 +129,8 @@ class Piece:
             self.window.fill(self._converted(spec.dtype, part))
 
     def holds(self, spec: Spec, codes: Codes) -> bool:
-        """Return whether the live memory holds its part of the tensor, bit for bit. `codes`: of the complete tensor.
+        """Return whether the live memory equals its part of the tensor, bit for bit. `codes`: the elements of the
+        complete tensor.
 
         In host memory, compares `CHECKED` elements at a time: a block fits in a core's cache, and other threads can run
         between two blocks.
@@ -155,8 +156,9 @@ class Derived:
     """Live memory that is computed from tensors: `compute` is called after any of the tensors `sources` was written.
 
     It runs while the engine is paused, and reads live memory. It may do what the engine did when it loaded the weights:
-    transpose, multiply, prepack. An undo calls it again on the old weights. Memory that it does not restore bit for bit
-    from equal inputs must be listed in `outputs`: it is saved before, and written back instead.
+    transpose, multiply, prepack. If the update is undone, `compute` is called again on the old weights. If equal inputs
+    do not give equal bits, the memory that it writes must be listed in `outputs`: it is then saved before the update
+    and written back by an undo.
     """
 
     sources: frozenset[str]

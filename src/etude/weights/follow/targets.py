@@ -55,8 +55,9 @@ class Target:
 
         `tensors`: all tensors of the version by name (`Follower.tensors`); or their specs, if there is no copy of them
         (`LiveFollower.specs`): then changes are scattered, however many they are. `undoable` False: do not keep the old
-        codes; for the first version, before which there was none. Raises `WeightsError` for a published tensor that the
-        engine has no place for, a tensor that it needs and that is not published, or tied tensors with different bits.
+        codes, so that the update cannot be undone; for the first version. Raises `WeightsError` for a published tensor
+        that the engine has no place for, a tensor that it needs and that is not published, or tied tensors with
+        different bits.
         """
         self._check_complete(update.version, tensors)
         known, swap = {**tensors, **update.replaced}, Swap(update.version)
@@ -101,7 +102,7 @@ class Target:
                 raise WeightsError(
                     f"{version} has no {name!r}",
                     f"the engine needs it; {len(tensors)} tensors are published",
-                    hint="the version is of another architecture; or the engine computes it itself: then do not map it",
+                    hint="publish a version of the engine's architecture; do not map tensors that it computes",
                 )
 
     def _places_of(self, name: str, tensors: Known) -> tuple[Piece, ...]:
@@ -124,7 +125,7 @@ class Target:
 
 @dataclass
 class Swap:
-    """An update that is ready to be written, from `Target.prepare`.
+    """An update that is ready to be written. `Target.prepare` returns one.
 
     Call `apply` in the engine's pause; then `commit`, or `undo`, also in a pause. `put` does all `writes` in one call,
     and `put_back` undoes them. `derived`: the memory to compute afterwards.
@@ -174,14 +175,16 @@ class Swap:
         """Write back the old weights. Raises `WeightsError` if nothing was applied or they were not kept."""
         if not self.applied or not self.undoable:
             why = "it is committed, or was prepared with undoable=False" if self.applied else "it was not applied"
-            raise WeightsError(f"{self.version} cannot be undone", why, hint="adopt the version that you want")
+            raise WeightsError(
+                f"{self.version} cannot be undone", why, hint="prepare and apply the version that you want"
+            )
         self.put_back()
         for hook in self.derived:
             hook.put_back()
         self.applied = False
 
     def commit(self) -> None:
-        """Free what was kept for an undo. The update cannot be undone afterwards."""
+        """Free the memory that was kept for `undo`. The update cannot be undone afterwards."""
         self.writes.clear()
         self.derived.clear()
         self.put = self.put_back = _nothing
@@ -263,5 +266,5 @@ def _untied(name: str, other: str, why: str) -> WeightsError:
     return WeightsError(
         f"{name!r} and {other!r} are one storage in the engine",
         f"but two different tensors are published: {why}",
-        hint="the checkpoint does not tie them: build the engine with tie_word_embeddings off",
+        hint="build the engine with tie_word_embeddings off: the checkpoint does not tie them",
     )

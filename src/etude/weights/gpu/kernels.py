@@ -158,11 +158,11 @@ class DeviceKernels:
     def changed(
         self, kind: DType, tiles: Sequence[Tile], old: Sequence[Items], new: Sequence[Items]
     ) -> tuple[Longs, Longs, Numbers, npt.NDArray[np.int32]]:
-        """Find what changed in tiles, in the form in which the host packs it. Return four arrays.
+        """Find the changed items of tiles. Return four arrays, in the form in which the host packs them.
 
-        They are the number of items of each class [tiles, classes], where the changes of each tile start [tiles + 1],
-        which items change, and by how many signed ULP steps [changes]. Changed items are numbered by class, then by
-        position.
+        They are: the number of items of each class [tiles, classes]; the position at which the changes of each tile
+        start [tiles + 1]; the changed items [changes]; and the signed number of ULP steps of each change [changes].
+        Changed items are numbered by class, then by position.
         """
         table = blocks.cut(tiles, old, new, kind.width, self._block)
         device = table.table.device

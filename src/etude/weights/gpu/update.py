@@ -74,9 +74,9 @@ def encode(
 
 @dataclass
 class Prepared:
-    """An update that is ready on the device, from `prepare`.
+    """An update that is ready on the device. `prepare` returns one.
 
-    Call `write` in the engine's pause; then drop it, or call `undo`, also in a pause.
+    Call `write` in the engine's pause. Afterwards delete the object, or call `undo`, also in a pause.
 
     `num_bytes`: device memory of the lists of changes, without tensors that are stored in full. `writes`, `undoes`: the
     functions that `write` and `undo` call.

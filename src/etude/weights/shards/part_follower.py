@@ -112,7 +112,7 @@ def fetch_some(
     raise WeightsError(
         f"cannot build the wanted part of {target.version}" + (f" from {held}" if held else ""),
         "; ".join(failures) or "there is neither a full snapshot (anchor) nor a delta from the held version",
-        hint="`etude weights fsck STORE` (of a run: `verify RUN`) names what is damaged; a new publish repairs it",
+        hint="list the damage: etude weights fsck STORE, or etude weights verify RUN; publishing again repairs it",
     )
 
 

@@ -64,7 +64,7 @@ class Exchange(Protocol):
 
 
 class SingleRank:
-    """The `Exchange` of a trainer with a single rank: returns what it is given."""
+    """The `Exchange` of a trainer with a single rank: both methods return the given data."""
 
     rank = 0
 
@@ -181,7 +181,7 @@ class ShardedChannel:
     def publish_once(self, tensors: Mapping[str, Tensor]) -> None:
         """Publish the tensors of all ranks as step 0, unless the newest version has the same content already.
 
-        All ranks must call this together, each with its own tensors. Raises as `publish` does.
+        All ranks must call this together, each with its own tensors. Raises the errors of `publish`.
         """
         shards = self._exchange.gather(msgspec.json.encode(_Shard(table(tensors))))
         known = self._leader is not None and self._leader.holds(shards)

@@ -32,7 +32,8 @@ _LEAST_BYTES = 128 << 10  # smaller mappings may stay in PID 1
 
 
 class Machines:
-    """Creates machines when the host requests them, and reaps them. The launcher process has one.
+    """Creates machines when the host requests them, and removes those that have ended. The launcher process has one
+    such object.
 
     - `channel`: the socket to the host
     - `base`: first host id of machines; None without privilege

@@ -46,7 +46,7 @@ _REFUSED = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENODEV, errno.EOPNOTS
 
 
 class Size(NamedTuple):
-    """Limits on what a machine may add to its image, and the image's own size. The host sends it as JSON.
+    """Limits on what a machine may add to its image, and the image's own size. The host sends these numbers as JSON.
 
     `upper_*` limit the changes to the image's files, `tmp_*` the content of /tmp.
     """
@@ -114,7 +114,7 @@ class Roots:
         return 0 if self._base is None else self._base + slot * NUM_IDS
 
     def maps(self, slot: int) -> str:
-        """Return the text of the id map of this slot's user namespace."""
+        """Return the text of the map of user and group ids of this slot's user namespace."""
         return f"{self._uid} 0 1\n" if self._base is None else f"0 {self.first(slot)} {NUM_IDS}\n"
 
     def owner(self, slot: int) -> int:

@@ -59,17 +59,17 @@ READ_ONLY = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV
 
 
 class Overlay(NamedTuple):
-    """One overlay mount of a machine's root: its mount point, and its layers, the upper one first."""
+    """One overlay mount in a machine's root: its mount point `place`, and its layers, the upper one first."""
 
     place: str
     layers: tuple[str, ...]
 
 
 class Frame(NamedTuple):
-    """What the roots of machines are made of. `enter` builds it.
+    """The parts from which the root filesystem of each machine is built. `enter` creates it.
 
-    `overlays`: mounts of each machine's root; empty if machines share the launcher's root. `has_nodes`: whether there
-    are device files of its own.
+    `overlays`: mounts of each machine's root; empty if machines share the launcher's root. `has_nodes`: whether
+    machines have device files of their own.
     """
 
     overlays: tuple[Overlay, ...]

@@ -80,7 +80,7 @@ def clone_tree(path: str) -> int:
 
 
 def move_tree(tree: int, target: str) -> None:
-    """Mount what `clone_tree` returned at `target`."""
+    """Mount the copy that `clone_tree` returned at `target`."""
     result = _libc.syscall(ctypes.c_long(_MOVE_MOUNT), tree, b"", _AT_FDCWD, target.encode(), _MOVE_FROM_FD)
     _check(result, f"move_mount to {target}")
 

@@ -38,8 +38,8 @@ def request(argv: Sequence[str], *, cwd: str, env: Mapping[str, str]) -> bytes:
 def start(init: int, streams: list[int], flags: int, slot: int, deadline_s: float, to: confine.Confinement) -> NoReturn:
     """Start a command's process: confine this fork of the runner, then execute the program. Never returns.
 
-    `init`: a pidfd of the machine's PID 1. `streams`: descriptors of the request and the output, then of standard error
-    and input if `flags` say so. `to`: the settings.
+    `init`: a pidfd of the machine's PID 1. `streams`: descriptors of the request and the output, then, depending on
+    `flags`, of standard error and input. `to`: the settings.
     """
     request_fd, out, *other_fds = streams
     try:

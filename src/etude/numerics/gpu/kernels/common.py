@@ -54,9 +54,9 @@ def find(tile_starts, tile, number, LANES: tl.constexpr):
 def carried(total, one, pair, four, LEAF: tl.constexpr):
     """Add leaf number `LEAF`, whose value is `total`, to a sum of up to 8 leaves as a binary tree (see `joined`).
 
-    Call it for the leaves 1, 2, ... in order. `one`, `pair`, `four`: what the call before returned, or leaf 0 three
-    times. Returns the sums of the largest complete subtree that ends with this leaf, and of the last complete subtrees
-    of two and of four leaves."""
+    Call it for the leaves 1, 2, ... in order. `one`, `pair`, `four`: the results of the previous call; for leaf 1, leaf
+    0 three times. Returns the sums of the largest complete subtree that ends with this leaf, and of the last complete
+    subtrees of two and of four leaves."""
     if LEAF % 2 == 1:
         total = one + total
         if LEAF % 4 == 1:

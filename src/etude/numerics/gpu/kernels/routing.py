@@ -33,7 +33,7 @@ def scores(
     logits, y, rows, row_stride,
     EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Compute a router's probabilities by softmax or sigmoid, float32 [rows, EXPERTS]."""
+    """Compute the probabilities `y`, float32 [rows, EXPERTS], from a router's `logits` by softmax or sigmoid."""
     row, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
     chance = probabilities(logits, row, rows, row_stride, EXPERTS, SIGMOID, LANES)
     memory = y + row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
@@ -45,7 +45,8 @@ def scores_gradient(
     dy, y, dlogits, rows,
     EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of `scores`."""
+    """Compute `dlogits`, the gradient of `scores` with respect to its logits, from its result `y` and the gradient
+    `dy`."""
     row, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
     inside = (row < rows)[:, None] & (expert < EXPERTS)[None, :]
     at = row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]

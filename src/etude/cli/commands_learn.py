@@ -1,0 +1,31 @@
+"""The arguments of ``etude learn``. Imports no library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from etude.cli.arguments import Commands, Parser, add, add_set, positive, within
+
+
+def add_learn_command(commands: Commands[Parser]) -> None:
+    """Add ``etude learn``."""
+    learn = add(commands, "learn", "learn:learn", "train a finished run further on production use, step after step")
+    learn.add_argument("run", type=Path, metavar="RUN", help="the run whose model is served")
+    learn.add_argument(
+        "--privacy", type=Path, required=True, metavar="DIR", help="folder of etude serve --capture: answers, consent"
+    )
+    learn.add_argument(
+        "--feedback", type=Path, required=True, metavar="FILE", help="file of etude serve --feedback: users' signals"
+    )
+    learn.add_argument("--settings", type=Path, required=True, metavar="FILE", help="the settings of learning (TOML)")
+    add_set(learn)
+    learn.add_argument(
+        "--steps", type=positive, metavar="N", help="end after this number of steps (default: go on until Ctrl-C)"
+    )
+    learn.add_argument(
+        "--poll-s",
+        type=within(0.01, 86_400),
+        default=60.0,
+        metavar="S",
+        help="how often new answers are looked for, in seconds (default: %(default)g)",
+    )

@@ -1,0 +1,45 @@
+"""Takes signals about answers (POST /v1/feedback), for a receiver that verifies and stores them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from etude.errors import EtudeError, SignalRefused
+from etude.gateway.errors import RequestRefused
+from etude.gateway.http import json_response, read_body
+from etude.seams import FeedbackReceiver
+
+MAX_BODY_BYTES = 1 << 20
+"""The largest body of a request with signals. A larger one is refused with status 413."""
+RETRY_S = 5.0
+"""After how many seconds a client may send signals again that could not be stored."""
+_REFUSED = {
+    "invalid": (400, "invalid_request"),
+    "unknown": (404, "answer_not_found"),
+    "expired": (410, "answer_expired"),
+    "conflict": (409, "idempotency_conflict"),
+}
+
+
+async def take_signals(receiver: FeedbackReceiver | None, request: Request, sender: tuple[str, str]) -> Response:
+    """Take the signals of a request, and answer with what became of each once they are durable.
+
+    `sender`: the names of organisation and user. Raises `RequestRefused`: with status 503 if they cannot be stored
+    now."""
+    if receiver is None:
+        message = "this gateway takes no feedback\n  hint: start it with --feedback FILE"
+        raise RequestRefused(404, message, code="not_found")
+    body = await read_body(request, MAX_BODY_BYTES)
+    try:
+        receipts = await asyncio.wrap_future(receiver.receive(*sender, body))
+    except SignalRefused as error:
+        status, code = _REFUSED[error.reason]
+        raise RequestRefused(status, str(error), code=code, param=error.param or None) from None
+    except EtudeError as error:
+        message = f"{error.what}\n  hint: send the same signals again, with the same ids"
+        raise RequestRefused(503, message, code="feedback_unavailable", retry_s=RETRY_S) from None
+    data = [{"id": signal_id, "status": status} for signal_id, status in receipts]
+    return json_response({"object": "list", "data": data})

@@ -1,0 +1,57 @@
+"""Rewards of episodes from signals of users, and the choice of a step's episodes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from etude.production.episodes import Episode
+from etude.records.rollout import Graded
+from etude.records.task import Trust
+
+Values = Mapping[str, Sequence[float]]
+"""Values in [0, 1] of the signals about one episode, by name."""
+
+
+class SignalSource(Protocol):
+    """Where the signals about answers are kept."""
+
+    def values_of(self, response_ids: Sequence[str]) -> Values:
+        """Return the values of the signals about these responses, by name; names without a signal are left out."""
+        ...
+
+
+def reward_of(values: Values, weights: Mapping[str, float]) -> float | None:
+    """Return the reward of an episode, in [-1, 1]; None without a signal that counts.
+
+    It is the mean value of each signal times its weight, over the sum of the absolute weights of the signals that the
+    episode has.
+
+    >>> reward_of({"kept": [1.0], "dissatisfied": [1.0]}, {"kept": 1.0, "dissatisfied": -1.0})
+    0.0
+    >>> reward_of({"seen": [1.0]}, {"kept": 1.0})
+    """
+    known = {name: math.fsum(found) / len(found) for name, found in values.items() if found and name in weights}
+    if not known:
+        return None
+    total = math.fsum(abs(weights[name]) for name in known)
+    return math.fsum(weights[name] * value for name, value in sorted(known.items())) / total
+
+
+def graded_of(values: Values, reward: float) -> Graded:
+    """Return the outcome of an episode: its reward as the grade, and the mean of each signal as a term."""
+    means = {f"signal.{name}": math.fsum(found) / len(found) for name, found in sorted(values.items()) if found}
+    told = ", ".join(f"{name.removeprefix('signal.')} {mean:.3g}" for name, mean in means.items()) or "no signal"
+    return Graded.of(reward, means, trust=Trust.DATA, reason=f"signals: {told}")
+
+
+def choose(ready: Sequence[Episode], *, episodes: int, per_user: int) -> list[Episode]:
+    """Choose the episodes of a step: the oldest first, at most `per_user` of one subject."""
+    taken, chosen = Counter[str](), list[Episode]()
+    for one in sorted(ready, key=lambda one: (one.last_at, one.record_ids)):
+        if len(chosen) < episodes and taken[one.subject] < per_user:
+            taken[one.subject] += 1
+            chosen.append(one)
+    return chosen

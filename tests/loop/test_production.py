@@ -1,0 +1,305 @@
+"""A run that learns from production use: the real ledger, learner, traces and weights, and a real privacy folder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from tests.played_run import PlayedRun
+from tests.served_answers import served_answer
+
+from etude.errors import ConfigError, Exit, RunRefused
+from etude.experience import Ledger
+from etude.experience.transitions import State
+from etude.loop.production import NO_CONSENT, ProductionTrainer
+from etude.loop.replay import replay_step
+from etude.privacy import CaptureWriter, Level, PrivacyFolder, Subject
+from etude.production import LearnSettings
+from etude.production.outcomes import Values
+from etude.records import Version, VersionSpan
+
+pytestmark = pytest.mark.timeout(1800)
+ACME = Subject.of("acme")
+SAMPLER = Version(1, "0" * 8, "0" * 64)  # not the learner's: the log-probabilities are made up
+SETTINGS = LearnSettings(outcomes={"kept": 1.0}, episodes=4, settle_s=0.0, user_share=0.5, max_wait_s=1e9)
+
+
+class Signals:
+    """What users said, by the id of the response."""
+
+    def __init__(self) -> None:
+        self.kept = dict[str, float]()
+
+    def values_of(self, response_ids: Sequence[str]) -> Values:
+        found = [self.kept[i] for i in response_ids if i in self.kept]
+        return {"kept": found} if found else {}
+
+
+class Product:
+    """A finished run, its privacy folder and the signals of its users."""
+
+    def __init__(self, path: Path, game: Any) -> None:
+        self.run = PlayedRun.create(path / "r", game, "rl.steps=2", "evals.every=50", "experience.max_lag=0")
+        self.privacy, self.signals, self.number = path / "privacy", Signals(), 0
+        with PrivacyFolder(self.privacy) as folder:
+            folder.consent.set(ACME, Level.TRAIN)
+
+    async def finish_rl(self) -> None:
+        async with self.run.conductor() as conductor:
+            await conductor.reinforce()
+        self.run.folder.end_phase("rl", wall_s=1.0)
+
+    def ledger(self) -> Ledger:
+        return Ledger.open_readonly(self.run.folder / "ledger.sqlite")
+
+    def serve(self, users: Sequence[str], kept: Sequence[float | None]) -> list[str]:
+        """Capture an answer for each user, with what it said about it. Returns the ids of the responses."""
+        writer, ids = CaptureWriter(self.privacy), list[str]()
+        for user, value in zip(users, kept, strict=True):
+            self.number += 1
+            ids.append(f"{self.number:032x}")
+            answer = served_answer(user, said=f"r{self.number}", response_id=ids[-1], at=time.time())
+            span = VersionSpan(SAMPLER, len(answer.completion.token_ids))
+            logprobs = np.full(len(answer.completion.token_ids), -5.0, np.float32)
+            completion = msgspec.structs.replace(answer.completion, spans=(span,), logprobs=logprobs)
+            writer.offer(msgspec.structs.replace(answer, completion=completion))
+            if value is not None:
+                self.signals.kept[ids[-1]] = value
+        assert writer.close(60)
+        return ids
+
+    @contextlib.asynccontextmanager
+    async def trainer(self, settings: LearnSettings = SETTINGS) -> AsyncIterator[ProductionTrainer]:
+        async with self.run.conductor() as conductor:
+            conductor.close()  # its ledger: the trainer writes it now
+            with PrivacyFolder(self.privacy) as folder:
+                run, config = self.run.folder, self.run.config
+                made = (run, config, settings, conductor.telemetry, conductor.processes, folder, self.signals)
+                with contextlib.closing(ProductionTrainer(*made)) as trainer:
+                    yield trainer
+
+    async def learn(self, steps: int, settings: LearnSettings = SETTINGS) -> list[tuple[int, Version, dict[str, Any]]]:
+        made = list[tuple[int, Version, dict[str, Any]]]()
+        async with self.trainer(settings) as trainer, asyncio.timeout(600):
+            await trainer.train(steps, poll_s=0.05, on_step=lambda *one: made.append(one), on_wait=lambda _: None)
+        return made
+
+
+@pytest.fixture(scope="module")
+def finished(game: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Product]:
+    def make(path: Path) -> Product:
+        product = Product(path, game)
+        asyncio.run(product.finish_rl())
+        return product
+
+    return make
+
+
+def test_a_run_learns_from_signals_replays_to_the_bit_and_trains_on_no_episode_twice(
+    finished: Callable[[Path], Product], tmp_path: Path
+) -> None:
+    product = finished(tmp_path)
+    product.serve(["bob", "eve", "ann", "joe"], [1.0, 0.0, 1.0, 0.0])
+    product.serve(["zoe"], [None])  # without a signal: not trained on
+    product.serve(["bob", "eve", "ann", "joe"], [1.0, 0.0, 0.0, 1.0])
+    steps = asyncio.run(product.learn(2))
+    assert [step for step, _, _ in steps] == [3, 4]
+    assert [facts["reward_mean"] for _, _, facts in steps] == [0.5, 0.5]
+    assert [version.step for _, version, _ in steps] == [3, 4]
+    assert steps[0][1].digest != steps[1][1].digest
+    with contextlib.closing(product.ledger()) as ledger:
+        rows = [row for row in ledger.rows() if row.rollout_id.startswith("production-")]
+        assert [row.state for row in rows] == [State.TRAINED] * 8
+        assert {row.version for row in rows} == {str(version) for _, version, _ in steps}
+    product.run.assert_sound(4)
+    replayed = replay_step(product.run.folder, 4)
+    assert replayed.equal
+
+
+def test_a_step_waits_for_settled_episodes_and_for_no_more_of_one_user_than_its_share(
+    finished: Callable[[Path], Product], tmp_path: Path
+) -> None:
+    product = finished(tmp_path)
+    product.serve(["loud"] * 6, [1.0, 0.0] * 3)
+    told = list[str]()
+
+    async def main() -> None:
+        async with product.trainer() as trainer:
+            work = asyncio.create_task(trainer.train(1, poll_s=0.02, on_step=lambda *_: None, on_wait=told.append))
+            async with asyncio.timeout(300):
+                while not told:  # noqa: ASYNC110  the other task makes it
+                    await asyncio.sleep(0.02)
+            assert told == ["2 of 4 episodes: 6 settled, 6 in all"]
+            product.serve(["bob", "eve"], [1.0, 0.0])
+            async with asyncio.timeout(600):
+                await work
+
+    asyncio.run(main())
+    with contextlib.closing(product.ledger()) as ledger:
+        assert sum(row.rollout_id.startswith("production-") for row in ledger.rows()) == 4
+
+
+@pytest.mark.parametrize("when", ["after the rollouts were stored", "after the batch", "after the optimiser step"])
+def test_consent_that_is_withdrawn_before_the_commit_takes_every_token_out_of_the_step(
+    finished: Callable[[Path], Product], tmp_path: Path, when: str
+) -> None:
+    product = finished(tmp_path)
+    product.serve(["bob", "eve", "ann", "joe"], [1.0, 0.0, 1.0, 0.0])
+    call = {
+        "after the rollouts were stored": "record",
+        "after the batch": "forward_backward",
+        "after the optimiser step": "optim_step",
+    }[when]
+    withdrawn = False
+
+    async def main() -> None:
+        nonlocal withdrawn
+        async with product.trainer() as trainer, asyncio.timeout(600):
+            asked = trainer._call
+
+            async def watched(method: str, kind: Any, *args: object) -> Any:
+                nonlocal withdrawn
+                found = await asked(method, kind, *args)
+                if method == call and not withdrawn:
+                    withdrawn = True
+                    with PrivacyFolder(product.privacy) as folder:
+                        folder.consent.set(Subject.of("acme", "bob"), Level.CAPTURE)
+                return found
+
+            trainer._call = watched  # type: ignore[method-assign]
+            await trainer.train(1, poll_s=0.02, on_step=lambda *_: None, on_wait=lambda _: None)
+
+    asyncio.run(main())
+    assert withdrawn
+    with contextlib.closing(product.ledger()) as ledger:
+        rows = {row.rollout_id: row for row in ledger.rows() if row.rollout_id.startswith("production-")}
+        gone = [row for row in rows.values() if row.state is State.QUARANTINED]
+        assert [row.reason for row in gone] == [NO_CONSENT]
+        assert sum(row.state is State.TRAINED for row in rows.values()) == 3
+    names = product.run.folder / "rollouts"
+    assert not list(names.glob(f"{gone[0].rollout_id}*")), "its tokens are deleted"
+    from etude.experience import read_trace
+    from etude.experience.traces import trace_path
+
+    recorded = read_trace(trace_path(product.run.folder / "traces", 3))
+    assert gone[0].rollout_id not in {sample.rollout_id for sample in recorded.batch.samples}
+    assert replay_step(product.run.folder, 3).equal, "the published weights are those of the batch without it"
+    product.run.assert_sound(3)
+
+
+def test_a_killed_program_goes_on_where_it_stopped_and_trains_on_every_episode_once(
+    finished: Callable[[Path], Product], tmp_path: Path
+) -> None:
+    product = finished(tmp_path)
+    product.serve(["bob", "eve", "ann", "joe"] * 2, [1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0])
+    for method in ("record", "forward_backward", "optim_step", "offer"):
+
+        async def main(method: str = method) -> None:
+            async with product.trainer() as trainer:
+                asked = trainer._call
+
+                async def dies(name: str, kind: Any, *args: object) -> Any:
+                    if name == method and trainer._learner is not None and args:
+                        raise KeyboardInterrupt
+                    if name == method == "optim_step":
+                        raise KeyboardInterrupt
+                    return await asked(name, kind, *args)
+
+                trainer._call = dies  # type: ignore[method-assign]
+                with contextlib.suppress(KeyboardInterrupt):
+                    await trainer.train(1, poll_s=0.02, on_step=lambda *_: None, on_wait=lambda _: None)
+
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(main())
+    steps = asyncio.run(product.learn(2))
+    assert [step for step, _, _ in steps] == [3, 4]
+    with contextlib.closing(product.ledger()) as ledger:
+        rows = [row for row in ledger.rows() if row.rollout_id.startswith("production-")]
+        assert [row.state for row in rows] == [State.TRAINED] * 8
+    product.run.assert_sound(4)
+
+
+def test_a_run_whose_rl_has_not_ended_and_steps_larger_than_its_ledger_are_refused(
+    game: Any, finished: Callable[[Path], Product], tmp_path: Path
+) -> None:
+    product = Product(tmp_path / "new", game)
+
+    async def refused(product: Product, settings: LearnSettings) -> None:
+        async with product.trainer(settings):
+            pass
+
+    with pytest.raises(RunRefused, match="its RL has not ended"):
+        asyncio.run(refused(product, SETTINGS))
+    (tmp_path / "done").mkdir()
+    done = finished(tmp_path / "done")
+    with pytest.raises(ConfigError, match="slots"):
+        asyncio.run(refused(done, LearnSettings(outcomes={"kept": 1.0}, episodes=4096)))
+
+
+LEARN = """
+episodes = 8
+settle_s = 0.0
+user_share = 1.0
+
+[outcomes]
+kept = 1.0
+"""
+
+
+def test_the_commands_of_the_guide_serve_a_run_take_feedback_and_learn_from_it(
+    game: Any, tmp_path: Path, cli_in: Callable[[Path], Any]
+) -> None:
+    import openai
+
+    from etude.signals import send_feedback
+
+    command = cli_in(tmp_path)
+    few = ["rl.steps=1", "evals.every=50", "evals.heldout_tasks=2", "evals.baseline_tasks=1"]
+    done = command("run", game.config, "--name", "game", *(word for one in few for word in ("--set", one)))
+    assert (tmp_path / "runs" / "game" / "checkpoints" / "step-000001").is_dir(), done.stderr
+    assert command("privacy", "set", "local", "train").returncode == 0
+    (tmp_path / "learn.toml").write_text(LEARN)
+    server = command.start("serve", "runs/game", "--port", "0", "--capture", "privacy", "--feedback", "feedback.sqlite")
+    try:
+        url = server.stdout.readline().split(" at ")[1].split()[0]
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client:
+            for number in range(8):
+                user = f"user-{number}"
+                answer = client.chat.completions.create(
+                    model="game",
+                    messages=[{"role": "user", "content": f"m{number} 3"}],
+                    max_tokens=8,
+                    extra_headers={"x-etude-user": user},
+                )
+                send_feedback(url, "none", answer.id, user=user, kept=number % 2 == 0)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(300) == 0
+    finally:
+        server.kill()
+        server.communicate()
+    where = ["runs/game", "--privacy", "privacy", "--feedback", "feedback.sqlite", "--settings", "learn.toml"]
+    learnt = command("learn", *where, "--steps", "1", "--poll-s", "0.1")
+    assert learnt.returncode == 0, learnt.stderr
+    assert "step 2: 8 episodes, mean reward 0.500, v000002" in learnt.stdout
+    assert command("ledger", "audit", "runs/game").returncode == 0
+    assert command("fsck", "runs/game").returncode == 0
+    events = (tmp_path / "runs" / "game" / "events" / "conductor.jsonl").read_text().splitlines()
+    steps = [one for one in map(json.loads, events) if one["kind"] == "rl.step"]
+    assert steps[-1]["origin"] == "production"
+    assert steps[-1]["fresh_ratio_max"] == 0.0, "the log-probabilities are those of the served engine"
+    erased = command("privacy", "erase", "local/user-0", "--run", "runs/game")
+    assert "in the batch of step 2, trained into v000002" in erased.stdout, erased.stderr
+    waiting = command.start("learn", *where, "--poll-s", "0.1")
+    assert waiting.stdout.readline() == "waiting: 0 of 8 episodes: 0 settled, 0 in all\n"
+    waiting.send_signal(signal.SIGINT)
+    waiting.communicate(timeout=300)
+    assert waiting.returncode == Exit.INTERRUPTED

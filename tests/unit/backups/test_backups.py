@@ -1,0 +1,296 @@
+"""Backups of stores, privacy folders, databases and files: what is copied, linked, left out, and refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.served_answers import served_answer
+from tests.small_disk import fill, small_disk
+from tests.unit.releases.played import published
+
+from etude import cli
+from etude.backups import check_backup, read_manifest, restore
+from etude.backups.manifest import MANIFEST, BackupFile, _decode, encode_manifest
+from etude.backups.writer import BackupWriter, backups_in
+from etude.errors import BackupError, Exit, PrivacyError
+from etude.privacy import CaptureWriter, Level, PrivacyFolder, Subject
+from etude.stores import DirectoryStore
+from etude.weights.chain.history import head
+from etude.weights.chain.inspect import verify
+
+ACME, BOB = Subject.of("acme"), Subject.of("acme", "bob")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DirectoryStore:
+    """A store of weights with two versions."""
+    found = DirectoryStore(tmp_path / "store")
+    published(found)
+    return found
+
+
+@pytest.fixture
+def backups(tmp_path: Path) -> Path:
+    return tmp_path / "backups"
+
+
+def back_up(*words: str | Path, code: int = 0) -> None:
+    assert cli.main(["backup", *map(str, words)]) == code
+
+
+def captured(folder: Path) -> None:
+    with PrivacyFolder(folder) as one:
+        one.consent.set(ACME, Level.TRAIN)
+        writer = CaptureWriter(folder)
+        for user in ("bob", "eve"):
+            writer.offer(served_answer(user))
+        assert writer.close(60)
+
+
+def test_a_restored_store_has_every_version_and_later_backups_link_what_never_changes(
+    store: DirectoryStore, backups: Path, tmp_path: Path
+) -> None:
+    back_up(store.root, backups)
+    published(store, versions=4)
+    back_up(store.root, backups)
+    first, second = backups_in(backups)
+    assert len(read_manifest(second).files) > len(read_manifest(first).files)
+    for one in read_manifest(first).files:
+        linked = (first / one.path).stat().st_ino == (second / one.path).stat().st_ino
+        assert linked is one.fixed, one.path
+    for name, place, versions in (("one", first, 2), ("two", second, 4)):
+        restore(place, tmp_path / name)
+        again = DirectoryStore(tmp_path / name / "store")
+        assert head(again, "policy").head.version.step == versions - 1
+        assert verify(again, "policy").num_versions == versions
+
+
+def test_a_fixed_file_that_was_replaced_by_one_of_the_same_size_is_copied_again(tmp_path: Path, backups: Path) -> None:
+    file = tmp_path / "trace"
+    for content in (b"one", b"two"):
+        file.write_bytes(content)
+        os.utime(file, ns=(0, len(backups_in(backups)) + 1))
+        with BackupWriter(backups) as writer:
+            writer.copy(file, "trace", fixed=True)
+            writer.finish(())
+    assert [(place / "trace").read_bytes() for place in backups_in(backups)] == [b"one", b"two"]
+
+
+def test_a_database_that_is_written_meanwhile_is_copied_as_of_one_moment(tmp_path: Path, backups: Path) -> None:
+    path, end = tmp_path / "signals.sqlite", threading.Event()
+    writing = threading.Event()
+
+    def write() -> None:
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+            database.execute("PRAGMA journal_mode=WAL")
+            database.executescript("CREATE TABLE a (x); CREATE TABLE b (x)")
+            while not end.is_set():
+                for sql in ("BEGIN", "INSERT INTO a VALUES (zeroblob(900))", "INSERT INTO b VALUES (1)", "COMMIT"):
+                    database.execute(sql)
+                writing.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        assert writing.wait(60)
+        for _ in range(5):
+            back_up(path, backups)
+    finally:
+        end.set()
+        thread.join()
+    counts = []
+    for place in backups_in(backups):
+        assert not list(place.glob("signals.sqlite-*"))
+        with contextlib.closing(sqlite3.connect(place / "signals.sqlite")) as copy:
+            assert copy.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+            counts.append([copy.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in ("a", "b")])
+    assert all(a == b > 0 for a, b in counts)
+    assert counts == sorted(counts)
+
+
+def test_an_erasure_holds_against_backups_since_they_have_no_keys(tmp_path: Path, backups: Path) -> None:
+    live = tmp_path / "privacy"
+    captured(live)
+    back_up(live, backups)
+    [place] = backups_in(backups)
+    assert not (place / "privacy" / "keys").exists()
+    restore(place, tmp_path / "again")
+    with pytest.raises(PrivacyError, match="the names of all keys are computed with it"):
+        PrivacyFolder(tmp_path / "again" / "privacy")
+    with PrivacyFolder(live) as folder:
+        folder.erase(BOB)
+    shutil.copytree(live / "keys", tmp_path / "again" / "privacy" / "keys", dirs_exist_ok=True)
+    with PrivacyFolder(tmp_path / "again" / "privacy") as folder:
+        [bobs] = folder.records.of(folder.keys.names(BOB))
+        with pytest.raises(PrivacyError):
+            folder.records.read(bobs)
+        [eves] = folder.records.of(folder.keys.names(Subject.of("acme", "eve")))
+        assert folder.records.read(eves).num_sampled == 5
+
+
+def test_keys_are_in_a_backup_only_where_that_is_asked_for(
+    tmp_path: Path, backups: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    captured(tmp_path / "privacy")
+    back_up(tmp_path / "privacy", backups, "--with-keys")
+    assert "must be erased again" in capsys.readouterr().out
+    [place] = backups_in(backups)
+    assert (place / "privacy" / "keys" / "secret").is_file()
+    assert (place.stat().st_mode & 0o777, (place / "privacy" / "keys" / "secret").stat().st_mode & 0o777) == (
+        0o700,
+        0o600,
+    )
+
+
+@pytest.mark.parametrize("damage", ["changed", "shorter", "missing", "manifest cut", "manifest gone"])
+def test_a_damaged_backup_is_named_and_nothing_is_restored(
+    store: DirectoryStore, backups: Path, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    back_up(store.root, backups)
+    [place] = backups_in(backups)
+    file = place / next(one.path for one in read_manifest(place).files if "/objects/" in one.path)
+    manifest = place / MANIFEST
+    match damage:
+        case "changed":
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 1
+            file.write_bytes(data)
+        case "shorter":
+            file.write_bytes(file.read_bytes()[:-1])
+        case "missing":
+            file.unlink()
+        case "manifest cut":
+            manifest.write_bytes(manifest.read_bytes()[:-40])
+        case _:
+            manifest.unlink()
+    named = manifest if damage.startswith("manifest") else file
+    capsys.readouterr()
+    for words in ([str(place), str(tmp_path / "again")], [str(place), "--check"]):
+        assert cli.main(["restore", *words]) == Exit.FAILED
+        assert str(named) in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+
+
+@given(at=st.integers(0, 10**6), byte=st.integers(0, 255), cut=st.booleans())
+def test_no_bytes_of_a_manifest_raise_anything_but_a_backup_error(at: int, byte: int, cut: bool) -> None:
+    file = BackupFile(path="a", size=1, sha256="0", mode=0o600, mtime_ns=1, original_size=1, fixed=True)
+    whole = bytearray(encode_manifest(_manifest(file)))
+    at %= len(whole)
+    changed = bytes(whole[:at]) if cut else bytes(whole[:at]) + bytes([byte]) + bytes(whole[at + 1 :])
+    with contextlib.suppress(BackupError):
+        assert _decode(changed, Path("m")).files == (file,)
+
+
+@pytest.mark.parametrize("path", ["../out", "/etc/passwd", "a/../../out", "", "a\0b"])
+def test_a_manifest_that_leads_out_of_its_folder_is_refused(tmp_path: Path, path: str) -> None:
+    file = BackupFile(path=path, size=1, sha256="0", mode=0o600, mtime_ns=1, original_size=1, fixed=True)
+    (tmp_path / MANIFEST).write_bytes(encode_manifest(_manifest(file)))
+    with pytest.raises(BackupError, match="outside of the backup"):
+        read_manifest(tmp_path)
+
+
+def test_another_format_is_refused_by_its_number(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text(json.dumps({"format": 7}))
+    with pytest.raises(BackupError, match="has format 7"):
+        read_manifest(tmp_path)
+
+
+def _manifest(*files: BackupFile) -> object:
+    from etude.backups import BackupManifest
+
+    return msgspec.convert(
+        {
+            "format": 1,
+            "created": "2026-01-31T02:00:00+00:00",
+            "etude": "1",
+            "sources": [],
+            "left_out": [],
+            "damaged": [],
+            "files": [msgspec.to_builtins(one) for one in files],
+        },
+        BackupManifest,
+    )
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "2m") as found:
+        yield found
+
+
+def test_a_full_disk_leaves_the_backup_before_and_the_next_one_goes_on(
+    disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, backups = tmp_path / "data", disk / "backups"
+    folder.mkdir()
+    for number in range(8):
+        (folder / f"part-{number}").write_bytes(os.urandom(100_000))
+    back_up(folder, backups)
+    ballast = fill(disk, 350_000)
+    (folder / "log").write_bytes(bytes(10))
+    back_up(folder, backups, code=1)
+    assert "free space, or delete old backups; the same command then goes on" in capsys.readouterr().err
+    assert check_backup(backups_in(backups)[0]) == []
+    assert len(backups_in(backups)) == 1
+    ballast.unlink()
+    back_up(folder, backups)
+    assert [check_backup(place) for place in backups_in(backups)] == [[], []]
+
+
+def test_a_restore_to_a_full_disk_says_how_much_is_needed_and_goes_on(
+    disk: Path, tmp_path: Path, backups: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "big").write_bytes(os.urandom(1_500_000))
+    back_up(folder, backups)
+    ballast = fill(disk, 700_000)
+    assert cli.main(["restore", str(backups), str(disk / "again")]) == Exit.FAILED
+    assert "1,500,000 bytes are needed" in capsys.readouterr().err
+    assert not (disk / "again").exists()
+    ballast.unlink()
+    assert cli.main(["restore", str(backups), str(disk / "again")]) == 0
+    assert (disk / "again" / "data" / "big").read_bytes() == (folder / "big").read_bytes()
+    assert sorted(path.name for path in disk.iterdir()) == ["again"]
+
+
+def test_what_cannot_be_a_source_or_a_destination_is_refused(
+    store: DirectoryStore, backups: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, told in (
+        (["s3://bucket/prefix", str(backups)], "the bucket's versioning"),
+        ([str(tmp_path / "nothing"), str(backups)], "there is nothing at"),
+        ([str(store.root), str(store.root / "backups")], "is inside of"),
+        ([str(store.root), str(store.root), str(backups)], "the name is taken"),
+    ):
+        assert cli.main(["backup", *words]) == Exit.BAD_INPUT
+        assert told in capsys.readouterr().err
+    back_up(store.root, backups)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert cli.main(["restore", str(backups), str(tmp_path / "full")]) == Exit.BAD_INPUT
+    assert "never overwrites" in capsys.readouterr().err
+
+
+def test_only_the_newest_backups_are_kept_where_a_number_is_given(store: DirectoryStore, backups: Path) -> None:
+    for _ in range(4):
+        back_up(store.root, backups, "--keep", "2")
+    assert len(backups_in(backups)) == 2
+    assert [check_backup(place) for place in backups_in(backups)] == [[], []]
+    assert sorted(path.name for path in backups.iterdir() if path.name.startswith(".")) == [".lock"]
+
+
+def test_two_backups_into_one_folder_at_once_are_refused(store: DirectoryStore, backups: Path) -> None:
+    with BackupWriter(backups), pytest.raises(BackupError, match="another backup is being written"):
+        BackupWriter(backups).__enter__()

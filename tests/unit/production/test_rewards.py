@@ -1,0 +1,99 @@
+"""Rewards from signals, baselines of kinds of work, and the choice of a step's episodes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.errors import ConfigError
+from etude.production import Baselines, LearnSettings, choose, graded_of, read_settings, reward_of
+from etude.production.baselines import MAX_KINDS
+
+REWARDS = st.lists(st.tuples(st.sampled_from("abc"), st.floats(-1, 1)), max_size=20)
+
+
+def test_a_reward_is_the_weighted_mean_of_the_signals_that_count() -> None:
+    weights = {"kept": 1.0, "dissatisfied": -0.5}
+    assert reward_of({"kept": [1.0, 0.0]}, weights) == 0.5
+    assert reward_of({"kept": [1.0], "dissatisfied": [1.0]}, weights) == pytest.approx(1 / 3)
+    assert reward_of({"dissatisfied": [1.0]}, weights) == -1.0
+    assert reward_of({"other": [1.0], "kept": []}, weights) is None
+    graded = graded_of({"kept": [1.0, 0.0]}, 0.5)
+    assert (graded.grade, graded.values["signal.kept"], graded.reason) == (0.5, 0.5, "signals: kept 0.5")
+
+
+@given(REWARDS, REWARDS)
+def test_a_baseline_does_not_depend_on_the_reward_of_its_own_episode(
+    before: list[tuple[str, float]], now: list[tuple[str, float]]
+) -> None:
+    baselines = Baselines()
+    baselines.count(before)
+    if len(before) + len(now) < 2 or not now:
+        return
+    moved = [(now[0][0], now[0][1] + 0.5), *now[1:]]
+    assert baselines.baselines(moved)[0] == pytest.approx(baselines.baselines(now)[0], abs=1e-9)
+    assert all(map(math.isfinite, baselines.advantages(now)))
+    assert all(-1.0 <= one <= 1.0 for one in baselines.baselines(now))
+
+
+def test_equal_rewards_of_all_kinds_give_no_advantage_and_a_better_one_is_positive() -> None:
+    assert Baselines().advantages([("a", 0.3)] * 4 + [("b", 0.3)]) == [0.0] * 5
+    found = Baselines().advantages([("a", 1.0), ("a", 0.0), ("a", 0.0)])
+    assert found[0] > 0 > found[1] == found[2]
+    assert Baselines().advantages([]) == []
+
+
+def test_a_kind_that_is_always_hard_is_compared_with_itself() -> None:
+    baselines = Baselines()
+    baselines.count([("hard", 0.0)] * 200 + [("easy", 1.0)] * 200)
+    hard, easy = baselines.advantages([("hard", 0.5), ("easy", 0.5)])
+    assert hard > 0 > easy
+
+
+def test_the_state_is_plain_data_and_bounded() -> None:
+    baselines = Baselines()
+    baselines.count([(f"kind-{i}", 1.0) for i in range(MAX_KINDS + 10)])
+    state = json.loads(json.dumps(baselines.state))
+    assert len(state) == MAX_KINDS
+    assert Baselines(state).state == state
+    for _ in range(2000):
+        baselines.count([("one", 0.0)])
+    assert baselines.state["one"][0] == 512.0
+    baselines.count([("one", 1.0)] * 1000)
+    assert baselines.state["one"][1] > 0.8, "the mean follows what is new"
+
+
+class Fake:
+    """What `choose` reads of an episode."""
+
+    def __init__(self, at: float, subject: str) -> None:
+        self.last_at, self.subject, self.record_ids = at, subject, (f"{at}",)
+
+
+def test_the_oldest_episodes_are_chosen_and_no_user_has_more_than_its_share() -> None:
+    ready: list[Any] = [Fake(float(i), "loud") for i in range(10)] + [Fake(20.0 + i, f"u{i}") for i in range(5)]
+    chosen = choose(ready, episodes=6, per_user=2)
+    assert [one.subject for one in chosen] == ["loud", "loud", "u0", "u1", "u2", "u3"]
+    assert [one.last_at for one in chosen[:2]] == [0.0, 1.0]
+
+
+def test_settings_that_cannot_work_are_refused_with_what_to_write(tmp_path: Path) -> None:
+    path = tmp_path / "learn.toml"
+    path.write_text("[outcomes]\nkept = 1.0\n")
+    assert read_settings(path) == LearnSettings(outcomes={"kept": 1.0})
+    assert read_settings(path, ["episodes=8", "user_share=0.5"]).per_user == 4
+    for text, word in (
+        ("episodes = 4", "outcomes"),
+        ("[outcomes]\nkept = 0.0", "finite weight that is not 0"),
+        ("[outcomes]\nkept = nan", "not a finite number"),
+        ("epsiodes = 4\n[outcomes]\nkept = 1.0", "episodes"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=word):
+            read_settings(path)
