@@ -491,7 +491,8 @@ class Learner(Protocol):
     def optim_step(self) -> Mapping[str, float]:
         """Apply and clear the accumulated gradient, and increase the step by one.
 
-        Returns the metrics "grad_norm" (before clipping) and "lr", and possibly others. Raises `NotFinite` for NaN or Inf."""
+        Returns the metrics "grad_norm" (before clipping) and "lr", and possibly others. Raises `NotFinite` for NaN or
+        Inf."""
         ...
 
     def save(self, path: str) -> None:
