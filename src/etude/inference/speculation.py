@@ -32,6 +32,8 @@ MOST = 16  # drafts of one sequence in a step
 HOPE = 0.8  # probability that a draft is accepted, before any was
 _MEMORY, _MEMORY_OF_SLOT = 128, 16  # drafts that an average is of: of all sequences, and of one
 _IDLE = 8  # steps that forget as much as one draft
+TRIALS = (1, 2, 3, 1, 2, 3, 1, 2)  # drafts of a sequence in the first steps with a drafter that computes its drafts
+_PAUSE = 512  # steps without drafts after which such a drafter is tried again
 _OF_COSTS = 1 / 256  # forgotten of the steps' times, per step
 _RIDGE = 1e-3  # of a step; where less is known, a cost is taken for 0
 _OUTLIER = 4.0  # a longer time than this many times the expected one counts as much
@@ -143,26 +145,29 @@ class Speculator:
         self._slots = [_SlotState() for _ in range(num_slots)]
         self._all = _Acceptance(_MEMORY)
         self._step = 0
+        self._trials, self._pause = 0, 0  # steps with drafts that were tried, and steps since the latest drafts
         self._uneven = False  # the time of this step says nothing of later ones
 
     def with_drafts(self, plan: Plan) -> Plan:
         """Return the plan with drafts for those decoding sequences for which drafts are expected to save time."""
-        self._step, self._uneven = self._step + 1, False
+        self._step, self._uneven, self._pause = self._step + 1, False, self._pause + 1
+        if self._pause > _PAUSE:
+            self._trials, self._pause = 0, 0
         num = len(plan.decode)
         room, step_s = self._max_rows - num, self.costs.step_s(num)
         if room <= 0 or not num or step_s <= 0.0:
             return plan
         tokens_per_s = num / step_s
         least = tokens_per_s * self.costs.draft_s  # probability with which a row pays
-        if least >= 1.0:
+        if least >= 1.0 and not self._trial():
             return plan
         expected = self._all.share(self._step, HOPE)
         shares = {s: self._state(s).acceptance.share(self._step, expected) for s in plan.decode}
         found: dict[Sequence, list[int]] = {}
         wanted: list[tuple[Sequence, int]] = []
-        gain, num_drafts = 0.0, 0
+        gain, num_drafts, trial = 0.0, 0, self._trial()
         for sequence in sorted(plan.decode, key=lambda s: -shares[s]):
-            most = min(room, _depth(shares[sequence], least), sequence.num_missing - 1)
+            most = min(room, trial or _depth(shares[sequence], least), sequence.num_missing - 1)
             if most <= 0:
                 continue
             if self._together is not None:
@@ -173,11 +178,12 @@ class Speculator:
                 num = len(found[sequence])
             room, num_drafts = room - num, num_drafts + num
             gain += sum(shares[sequence] ** depth for depth in range(1, num + 1))
-        if not num_drafts or gain < tokens_per_s * self.costs.drafts_s(num_drafts):
+        if not num_drafts or (not trial and gain < tokens_per_s * self.costs.drafts_s(num_drafts)):
             return plan
         if self._together is not None:
             found = dict(zip((s for s, _ in wanted), self._together.draft_all(wanted), strict=True))
             self._uneven = self._together.caught_up
+            self._trials, self._pause = self._trials + (not self._uneven), 0
         drafts = {s: Draft(s, s.num_computed, [s.token_ids[-1], *ids]) for s, ids in found.items() if ids}
         rest = [s for s in plan.decode if s not in drafts]
         return replace(plan, decode=rest, drafts=sorted(drafts.values(), key=lambda draft: draft.sequence.row))
@@ -192,6 +198,13 @@ class Speculator:
         if not plan.chunks and not self._uneven:
             num_drafts = sum(draft.num_drafted for draft in plan.drafts)
             self.costs.add(len(plan.decode) + len(plan.drafts), num_drafts, seconds)
+
+    def _trial(self) -> int:
+        """Return how many drafts a sequence gets in this step, to measure a drafter that computes its drafts; 0: by the
+        estimates. With one number of drafts only, the cost of each and that of drafts at all are not known."""
+        if self._together is None or self._trials >= len(TRIALS):
+            return 0
+        return TRIALS[self._trials]
 
     def _state(self, sequence: Sequence) -> _SlotState:
         state = self._slots[sequence.row]

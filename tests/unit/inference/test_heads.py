@@ -110,7 +110,7 @@ def test_drafts_are_those_of_the_heads_on_the_accepted_tokens_whatever_was_rejec
     for one, completion in zip(running, done, strict=True):
         assert said(completion) == said(alone(one.request, completion, partial(foreseen, heads=0)))
     seen = served.engine.counters
-    assert served.num_drafts == seen.drafted_tokens > 30
+    assert served.num_drafts == seen.drafted_tokens > 20
     assert seen.drafted_tokens > seen.accepted_tokens > 8
     assert seen.rollouts_preempted == 1
     assert seen.cached_requests >= 3
