@@ -25,7 +25,7 @@ class Baselines:
 
     >>> new = Baselines()
     >>> [round(one, 2) for one in new.advantages([("a", 1.0), ("a", 0.0), ("b", 0.5)])]
-    [1.24, -1.2, -0.05]
+    [1.22, -1.22, 0.0]
     >>> new.advantages([("a", 1.0), ("a", 1.0)])
     [0.0, 0.0]
     """
