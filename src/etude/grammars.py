@@ -154,13 +154,14 @@ def with_answer(calls: str, schema: Mapping[str, Any] | bool) -> str:
 def to_lark(grammar: str, stop_token_ids: Sequence[int]) -> str:
     """Translate a grammar to llguidance's Lark, with one of the stop tokens at the end of each text.
 
-    It is for servers that would otherwise accept only the tokeniser's own end token after the text.
+    `grammar`: of any kind (JSON schema, regular expression or Lark), as the functions `from_...` return it. Use it for
+    a server that would otherwise accept only the tokeniser's own end token after the text.
 
     >>> print(to_lark(from_regex("a+"), [5, 7]))
     start: sentence (<[5]> | <[7]>)
     sentence: /a+/
 
-    Raises `GrammarError` for a text that is not a grammar, and for a schema that allows no JSON."""
+    Raises `GrammarError` for a text that is not a grammar, and for the JSON schema `false`, which allows no JSON."""
     kind, value = kind_of(grammar)
     if value is False:
         raise _invalid("no JSON is valid under this schema")

@@ -76,7 +76,9 @@ def files_below(folder: Path, *, hidden: bool = False) -> Iterator[str]:
 
 
 def copy_any(writer: BackupWriter, original: Path, path: str) -> None:
-    """Copy a file: a database as it is at one moment, any other file as long as it is now. Raises `OriginalChanged`."""
+    """Copy a file: a database as it is at one moment, of any other file the bytes that it has at the start of the copy.
+
+    Raises `OriginalChanged`."""
     if is_database(original):
         writer.copy_database(original, path)
     else:
@@ -114,10 +116,11 @@ def read_pointers(folder: Path) -> dict[str, bytes]:
 
 
 def copy_store(writer: BackupWriter, folder: Path, name: str, pointers: dict[str, bytes] | None = None) -> list[str]:
-    """Copy a store of weights in a directory. Returns the keys whose bytes are not those that their names say.
+    """Copy a store of weights in a directory. Returns a sentence for each object whose SHA-256 is not that in its name.
 
-    Pointers are read first (or were, by `read_pointers`) and written last: what they lead to was there before them.
-    Raises `OriginalChanged` when a garbage collection deleted a key meanwhile."""
+    `pointers`: what `read_pointers` returned; None: they are read now. The objects are copied after the pointers were
+    read, so all that the pointers name is in the copy. Raises `OriginalChanged` when a garbage collection deleted an
+    object during the copy."""
     pointers = read_pointers(folder) if pointers is None else pointers
     damaged = []
     for key in files_below(folder):  # listed after the pointers were read

@@ -47,7 +47,8 @@ _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS
 
 
 class OriginalChanged(Exception):
-    """A file disappeared or changed while it was copied: the run goes on meanwhile. The caller copies again."""
+    """Raised when a file disappeared or changed while it was copied, since the run continues during the backup. The
+    caller copies again."""
 
 
 class BackupWriter:
@@ -94,14 +95,15 @@ class BackupWriter:
         return path in self._files
 
     def file(self, path: str) -> BackupFile:
-        """Return what is known of a file that was copied. Raises `KeyError`."""
+        """Return the entry (size, SHA-256, ...) of a file that is in the backup. Raises `KeyError` if it is not."""
         return self._files[path]
 
     def copy(self, original: Path, path: str, *, fixed: bool = False, lines: bool = False) -> BackupFile:
-        """Copy a file to `path` in the backup, as long as it is now. Returns its size and SHA-256.
+        """Copy a file to `path` in the backup, up to the size that it has at the start. Returns its size and SHA-256.
 
-        `fixed`: it never changes; a copy from before, or a link to the backup before, is taken if size and time are the
-        same. `lines`: cut it after its last newline. Raises `OriginalChanged`, `BackupError`."""
+        `fixed`: the file never changes once it is written. If its size and time are still the same, it is not copied
+        again: an earlier copy is kept, or the file of the previous backup is linked. `lines`: leave out what follows
+        the last newline. Raises `OriginalChanged`, `BackupError`."""
         with _vanishing():
             found = original.stat()
         if fixed and (kept := self._kept(path, found)) is not None:
@@ -134,8 +136,8 @@ class BackupWriter:
     ) -> BackupFile:
         """Copy an SQLite database as it is at one moment, while others write it.
 
-        `at` is called with a connection that sees this moment, and says whether it is to be copied; if not, a later
-        moment is tried, for at most `BUSY_S` seconds. Raises `OriginalChanged`, `BackupError`."""
+        `at` is called with a connection to the database as it is at a moment, and returns whether to copy this state.
+        If not, a later moment is tried, for at most `BUSY_S` seconds. Raises `OriginalChanged`, `BackupError`."""
         with _vanishing():
             found = original.stat()
         with self._written(path, found.st_mode) as (target, temporary):
@@ -172,7 +174,7 @@ class BackupWriter:
         return self._add(_file(path, len(data), hashlib.sha256(data).hexdigest(), now, fixed=False), new=True)
 
     def drop(self, path: str) -> None:
-        """Take a file out of the backup again: its original was deleted meanwhile."""
+        """Remove a file from the list of the backup, because its original was deleted during the backup."""
         self._files.pop(path, None)
 
     def below(self, folder: str) -> list[str]:
@@ -297,7 +299,8 @@ def backups_in(folder: Path) -> list[Path]:
 def delete_oldest_backups(folder: Path, keep: int) -> list[str]:
     """Delete all finished backups but the newest `keep`, and return the names of those deleted.
 
-    A backup is renamed before it is deleted, so that none is ever incomplete under its name."""
+    A backup is renamed to a hidden folder before its files are deleted. So a kill in between leaves no folder that
+    looks like a complete backup but is not; the next call deletes the rest."""
     gone = [path for path in folder.glob(".*.gone") if path.is_dir()]
     names = []
     for path in backups_in(folder)[:-keep]:

@@ -145,7 +145,7 @@ class Dash:
         )  # fmt: skip
 
     async def find(self, request: Request) -> Response:
-        """Go to the rollout or the version that a search field names."""
+        """Redirect to the page of the rollout or version that is named in the search field."""
         run, text = await self._run(request), request.query_params.get("q", "").strip()[:200]
         kind = "versions" if re.fullmatch("[0-9]{1,12}|v[0-9]{1,12}(-[0-9a-f-]*)?", text) else "rollouts"
         return RedirectResponse(f"/run/{quote(run.name, safe='')}/{kind}/{quote(text, safe='')}", 302)

@@ -65,11 +65,11 @@ class _File:
 
 
 class LiveView(RunView):
-    """A `RunView` of a run that is watched: it keeps a bounded number of events (`THINNED`, `NEWEST`).
+    """A `RunView` for a server that shows a run for days. It keeps a bounded number of events (`THINNED`, `NEWEST`).
 
-    `refresh` reads for about `budget_s` seconds: new lines first, then the past. `share_read` is the share of the bytes
-    that was read, `num_dropped` the number of blocks that were skipped since no line ends in them. Safe for one thread
-    at a time. The run folder may be incomplete: without events there are none."""
+    Call `refresh` to read what was written since, and then older events. `num_dropped`: number of blocks (1 MiB) of the
+    files that were skipped because they have no line break. Use an object in one thread at a time. A run folder without
+    events is valid."""
 
     def __init__(self, path: Path) -> None:
         self._files: dict[Path, _File] = {}

@@ -15,7 +15,11 @@ MAX_SHOWN = 300
 
 @dataclass(frozen=True)
 class EngineRow:
-    """An engine: `step` is that of its weights; the load is its newest, the throughput that of the last minute."""
+    """An engine and its newest numbers.
+
+    `step`: the version step of its weights. `running`, `waiting`: numbers of requests. `tokens_per_s`: sampled tokens
+    per second over the last minute. `busy`: share of the time in which it computed. `pause_ms`: how long it
+    paused to load these weights. `age_s`: how old the numbers are, in seconds. None: unknown."""
 
     name: str
     state: str

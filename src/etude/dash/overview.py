@@ -24,7 +24,9 @@ LOAD_S = 60.0
 
 @dataclass(frozen=True)
 class Tile:
-    """A number with its name and a remark. `help` has the definitions of its terms."""
+    """One number of the overview.
+
+    `title`: its name. `value`: the number as text. `remark`: a note below it. `tone`: "warn" to highlight it, or ""."""
 
     title: str
     value: str

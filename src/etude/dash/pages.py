@@ -101,8 +101,10 @@ def _date(value: float | None) -> str:
 
 
 def strip(tokens: TurnTokens) -> list[dict[str, Any]]:
-    """Return what a strip shows of each token: its text, the classes of its look, its facts in a line, and the step of
-    its weights where that changes ("" elsewhere)."""
+    """Return for each sampled token a dict of strings, from which the page shows the tokens in a row.
+
+    "text": the token's text. "look": CSS classes by its probability, loss and advantage. "facts": a line with its
+    numbers. "version": "v" and the step of the weights that sampled it, where this step changes; "" elsewhere."""
     found, before = list[dict[str, Any]](), None
     rows = zip(tokens.texts, tokens.logprobs, tokens.steps, tokens.trained, tokens.advantages, strict=True)
     for at, (word, logprob, step, trained, advantage) in enumerate(rows, tokens.start):

@@ -94,8 +94,10 @@ class RolloutPage:
 
 @dataclass(frozen=True)
 class TurnPage:
-    """A part of one turn: `text` from character `text_at` of `num_chars`, and tokens. `text_step` and
-    `token_step` are the sizes of a part."""
+    """A part of one turn that fits on a page: characters of its text, and tokens.
+
+    `text`: the characters from number `text_at` of `num_chars` in the whole text. `text_step`, `token_step`: the number
+    of characters and tokens of a part."""
 
     turn: TurnView
     text: str
@@ -107,7 +109,9 @@ class TurnPage:
 
 
 def turn_page(page: RolloutPage, number: int, *, text_at: int, token_at: int) -> TurnPage | None:
-    """Return one turn of a rollout from a character and a token on; None if it is not stored."""
+    """Return a page of turn `number` (from 0) of a rollout; None if there is no such turn.
+
+    `text_at`, `token_at`: index of the first character and of the first token on the page."""
     shown = page.shown
     if shown is None or not 0 <= number < len(shown.view.turns):
         return None

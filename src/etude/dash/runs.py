@@ -84,10 +84,10 @@ def part(read: Callable[[], T]) -> Part[T]:
 
 
 class Aged(Generic[T]):
-    """A value that is computed again when it is older than 5 seconds, and than 50 times what it cost.
+    """A cached value that is computed again when it is older than 5 seconds and than 50 times its computing time.
 
-    So computing it takes at most a fiftieth of the time, whatever the length of the run. It is computed in a thread of
-    its own, one at a time. Safe for many threads."""
+    So its computation takes at most 2 per cent of one thread, however long the run is. It runs in a thread of its own,
+    never twice at once. Safe for many threads."""
 
     def __init__(self, compute: Callable[[], T]) -> None:
         self._compute, self._lock = compute, threading.Lock()

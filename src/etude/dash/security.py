@@ -33,7 +33,10 @@ HEADERS = {
 
 
 class Guard:
-    """An ASGI middleware: refuses requests that may not read, and adds the security headers to every response."""
+    """An ASGI middleware that refuses requests which may not read the pages.
+
+    It answers only GET and HEAD requests with a valid key or, if there are no `keys`, from this machine. It adds the
+    security headers to every response."""
 
     def __init__(self, app: ASGIApp, *, keys: Keys | None) -> None:
         self._app, self._keys = app, keys

@@ -144,7 +144,8 @@ class MemoryMachine:
         self._alive()
         if key not in self._results:
             if self.frozen:
-                raise MachineError("the machine is frozen", hint="fork a snapshot of it")
+                facts = "its processes were stopped, so no command can run"
+                raise MachineError("the machine is frozen", facts, hint="run the command in a fork of its snapshot")
             self._results[key] = await self._ran(Command.of(argv, key=key, deadline_s=deadline_s, **options))
         return self._results[key]
 

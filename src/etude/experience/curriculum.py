@@ -63,7 +63,10 @@ class Counts(NamedTuple):
 
 
 class Signals:
-    """Statistics of recent groups, by family and by task: strength of their signal, and length of their rollouts.
+    """Statistics of recent groups of rollouts, by family (kind of tasks) and by task.
+
+    For each it has the mean squared advantage of the rollouts, and the mean number of tokens that a rollout sampled.
+    From these, `chance` computes the probability that a drawn task is accepted.
 
     >>> signals = Signals()
     >>> for _ in range(20):
@@ -127,10 +130,12 @@ class Signals:
     def chance(self, family: str, task: str = "") -> float:
         """Return the probability, from `FLOOR` to 1, of accepting a drawn task of this family.
 
-        The quality of a family is its strength divided by its tokens; the result is this quality divided by that of the
-        best family. If tasks are counted, the task's quality is used. At the start, every family counts as if it had
-        had one average group with a signal, and every task as if it had had one average group of its family. A task of
-        an unknown family is always accepted."""
+        The quality of a family is the mean squared advantage of its rollouts divided by their mean number of sampled
+        tokens. The probability is this quality divided by that of the best family. With `by_task`, the quality of a
+        task that has had a group is computed from its own groups. So that a few groups decide little, each family is
+        given one more group, with the mean squared advantage of all groups that have different rewards and the mean
+        number of tokens of all groups, and each such task one average group of its family. A task of a family without
+        groups is always accepted."""
         if family not in self._families or not self._best:
             return 1.0
         strength, tokens = self._expected(family)

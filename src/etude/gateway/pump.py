@@ -54,11 +54,11 @@ class EventPump:
         return self._take_begun() + events
 
     async def events(self, end: float, ping_s: float, late: RequestRefused) -> AsyncIterator[bytes]:
-        """Yield the events after those of `first`, until the response is complete or the time `end` (`perf_counter`) is
-        reached.
+        """Yield the events that follow those that the method `first` returned, until the response is complete.
 
-        After `ping_s` seconds without an event, a keep-alive event is sent. `late` is the error to send at the time
-        `end`. Errors are not raised: the last event reports them."""
+        `end`: the latest time of the end, as `time.perf_counter` counts. If it is reached, the error `late` is sent as
+        the last event. `ping_s`: after so many seconds without an event, a keep-alive event is sent. Errors of the
+        sampling are not raised, but sent as the last event."""
         while True:
             wait_s = min(ping_s, end - time.perf_counter())
             try:

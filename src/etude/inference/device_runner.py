@@ -109,7 +109,7 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def step(self, plan: Plan) -> list[Sequence]:
-        """Compute a plan and return the sequences that sampled a token, as `Runner.step` does."""
+        """Run the forward pass of a plan and sample. Returns the sequences that sampled tokens, as `Runner.step`."""
         sampling = plan.decode + [c.sequence for c in plan.chunks if c.last]
         with on_device(self.device):
             for copy in plan.copies:

@@ -48,7 +48,9 @@ class Runner:
 
     @torch.inference_mode()
     def step(self, plan: Plan) -> list[Sequence]:
-        """Compute a plan. Returns the sequences that sampled a token, which was appended to their `token_ids`."""
+        """Run the forward pass of a plan and sample. Returns the sequences that sampled tokens.
+
+        The sampled tokens are appended to `token_ids` of their sequences."""
         for copy in plan.copies:
             self.kv.copy(copy.source, copy.target, copy.stop)
             self._routes[copy.target, : copy.stop] = self._routes[copy.source, : copy.stop]

@@ -28,9 +28,11 @@ LATENT_EPS = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """Attention over latents: one vector per token, from which the keys and values of all heads are projected.
+    """Multi-head latent attention (MLA): the keys and values of all heads are projections of one vector per token, the
+    latent.
 
-    The first product computes the queries (or their latent), the latent and the RoPE key."""
+    The first projection of a token, one matrix product, has as its output the queries (or their latent), the latent of
+    the keys and values, and the RoPE key."""
 
     def __init__(self, c: ModelConfig, operators: Operators, parallel: Parallel = SINGLE_RANK) -> None:
         super().__init__()

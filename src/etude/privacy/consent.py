@@ -84,8 +84,8 @@ class ConsentStore:
     def set(self, subject: Subject, level: Level) -> Level:
         """Set the level of an organisation or a user, durably, and return the one that now holds for it.
 
-        It waits for a process that holds the store's lock, such as one that just publishes what it trained: afterwards
-        nothing is trained against the new level. Raises `DeadlineExceeded`."""
+        It first waits for the store's lock, which a training process holds while it publishes a version. So no version
+        that is published later was trained against the new level. Raises `DeadlineExceeded`."""
         names = self._keys.names(subject)
         with self._keys.lock():
             self.set_named(names, level, name="" if subject.user else subject.organisation)
@@ -129,7 +129,8 @@ class ConsentStore:
     def lowest_since(self, names: SubjectDigests, at: float) -> Level:
         """Return the lowest level that a subject, given by its digests, has had since the Unix time `at`.
 
-        It is off if the subject was erased since. A change that another one outweighs counts, too."""
+        Every level that was set for the subject or its organisation in this time counts, even if it was changed again.
+        The result is OFF if the subject was erased in this time."""
         column, value = ("organisation", names.organisation) if names.is_organisation else ("subject", names.subject)
         with reported(self._path):
             sql = f"SELECT min(level) FROM changes WHERE ({column} = ? OR subject = ?) AND at > ?"

@@ -249,13 +249,14 @@ class RecordStore:
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def attach(self, path: Path, table: str) -> None:
-        """Note a table of another SQLite file, with the columns `organisation` and `subject`, of which an erasure
-        deletes the subject's rows. Idempotent."""
+        """Register a table of another SQLite file, from which an erasure also deletes the subject's rows. Idempotent.
+
+        The table must have the columns `organisation` and `subject`."""
         with transaction(self._db, self._path):
             self._db.execute("INSERT OR IGNORE INTO attached VALUES (?, ?)", (str(path.resolve()), table))
 
     def attached(self) -> list[tuple[Path, str]]:
-        """Return the files and tables that were attached, sorted."""
+        """Return the (file, table) pairs that `attach` has registered, sorted."""
         with reported(self._path):
             rows = self._db.execute("SELECT path, name FROM attached ORDER BY path, name").fetchall()
         return [(Path(path), name) for path, name in rows]

@@ -25,7 +25,7 @@ class Baselines:
 
     >>> new = Baselines()
     >>> [round(one, 2) for one in new.advantages([("a", 1.0), ("a", 0.0), ("b", 0.5)])]
-    [1.24, -1.2, -0.05]
+    [1.22, -1.22, 0.0]
     >>> new.advantages([("a", 1.0), ("a", 1.0)])
     [0.0, 0.0]
     """
@@ -40,9 +40,10 @@ class Baselines:
         return {kind: [count, mean] for kind, (count, mean) in sorted(most)}
 
     def baselines(self, rewards: Sequence[tuple[str, float]]) -> list[float]:
-        """Return the baseline of each (kind, reward) of a step, which does not depend on its own reward.
+        """Return the baseline of each episode of a step. It does not depend on the episode's own reward.
 
-        The only episode of a run has its own reward as the baseline."""
+        `rewards`: (kind of work, reward) of each episode. The only episode of a run has its own reward as the
+        baseline."""
         own, sums = Counter(kind for kind, _ in rewards), defaultdict[str, float](float)
         for kind, reward in rewards:
             sums[kind] += reward
@@ -59,9 +60,10 @@ class Baselines:
         return found
 
     def advantages(self, rewards: Sequence[tuple[str, float]]) -> list[float]:
-        """Return the advantage of each (kind, reward) of a step: (reward - baseline) / standard deviation in the step.
+        """Return the advantage of each episode of a step: (reward - baseline) / standard deviation of the differences.
 
-        All are 0 if no reward differs from its baseline."""
+        `rewards`: (kind of work, reward) of each episode. All advantages are 0 if the differences are equal, or the
+        step has only one episode."""
         pairs = zip(rewards, self.baselines(rewards), strict=True)
         raw = [reward - baseline for (_, reward), baseline in pairs]
         centre = math.fsum(raw) / len(raw) if raw else 0.0
@@ -69,7 +71,7 @@ class Baselines:
         return [one / deviation if deviation > _EPSILON else 0.0 for one in raw]
 
     def count(self, rewards: Sequence[tuple[str, float]]) -> None:
-        """Add the (kind, reward) of the episodes of a step."""
+        """Add the episodes of a step to the means. `rewards`: (kind of work, reward) of each episode."""
         for kind, reward in rewards:
             count, mean = self._means.get(kind, (0.0, 0.0))
             kept = min(count, MEMORY - 1)

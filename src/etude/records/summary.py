@@ -174,10 +174,11 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     `outcome`, `summary`: None if the rollout was cancelled or quarantined; `summary` also if its process died.
     `reward`: composed from the outcome's terms; None unless it was graded. `advantage`: the advantage of the whole
-    rollout. `turn_advantages`: one for each turn; empty if all turns have `advantage`. `hints`: the hints of its turns.
-    `masks_stale`: whether tokens older than `max_lag` get no loss; otherwise such a token is an error. `better_than`:
-    ids of the siblings that the rollout is preferred to; empty unless the credit scheme forms pairs. `paired`: whether
-    it is in a pair, as the better or the worse rollout."""
+    rollout. `turn_advantages`: one for each turn; empty if all turns have `advantage`. `hints`: texts that would have
+    helped the policy in some turns, which change the advantages of their tokens. `masks_stale`: whether tokens that
+    were sampled more than `max_lag` steps before get no loss; otherwise such a token is an error. `better_than`: ids of
+    the rollouts of the same group that this one is preferred to; empty unless the credit scheme forms preference pairs.
+    `paired`: whether it is in such a pair, as the better or the worse rollout."""
 
     rollout_id: str
     group_id: str

@@ -123,7 +123,7 @@ class ReleaseDatabase:
             return self._connection.execute("SELECT number, facts FROM releases ORDER BY number").fetchall()
 
     def transitions(self, number: int) -> list[bytes]:
-        """Return the transitions of a release, the oldest first."""
+        """Return the transitions of a release, each as the JSON bytes that were stored, the oldest first."""
         with self._errors():
             sql = "SELECT facts FROM transitions WHERE number = ? ORDER BY id"
             return [facts for (facts,) in self._connection.execute(sql, (number,))]

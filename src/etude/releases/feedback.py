@@ -11,7 +11,8 @@ from etude.signals import Signal
 def outcomes_of(signals: Iterable[Signal], metrics: Collection[str]) -> Iterator[Outcome]:
     """Yield an outcome for each signal whose name is one of `metrics` and whose answer's version is known.
 
-    The version that answered decides for which arm it counts, and subjects are the digests of the file of signals."""
+    It counts for the version that answered. Its subject is the digest (32 hex characters) that the file of signals
+    has."""
     for one in signals:
         if one.name in metrics and one.version:
             yield Outcome(

@@ -18,11 +18,15 @@ MAX_LINE_BYTES = 65_536
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One outcome of one subject.
 
-    - `id`: of the outcome; it counts once, however often it is sent. `metric`: of the release. `value`: in [0, 1].
-    - `arm`, `share`: which version served the subject, and at which share. None: as it is assigned now.
-    - `version`: of the weights that answered, as in `system_fingerprint`. It then says which version served the
-      subject, in the place of the assignment.
-    - `answered`: when the answer was begun, Unix time in s. Outcomes of before the present share do not count."""
+    - `id`: the id of the outcome. It counts once for each metric, also if it is sent again.
+    - `subject`: the user, or what else the client names. `metric`: a metric of the release. `value`: from 0 to 1.
+    - `version`: the weights that answered, as in `system_fingerprint`: the outcome counts for them. None: it counts for
+      the version that the subject is assigned to now.
+    - `arm`, `share`: which of the two versions served the subject, and the percent of the subjects that had the canary
+      at that time. The outcome counts only if `arm` is the version above and `share` the present share. None: not
+      compared.
+    - `answered`: when the answer was begun, Unix time in s. If the share was changed after that, the outcome is not
+      counted."""
 
     id: str
     subject: str

@@ -181,9 +181,10 @@ class Releases:
     def observe(self, outcomes: Iterable[Outcome], *, now: float) -> int:
         """Store outcomes of the newest release, and return how many are new and count at the present share.
 
-        Left out are: those whose id is known, those from an earlier share, those of a subject with `cap` outcomes,
-        those of a subject that the version in question no longer serves, and those of answers of a third version.
-        Raises `InputError` for an unknown metric."""
+        These are not stored: outcomes whose id is stored already, outcomes from an earlier share, outcomes of a subject
+        that has `cap` outcomes already, outcomes that name a version (`arm`) that no longer serves the subject, and
+        outcomes of answers by a version that is neither the stable nor the candidate one. Raises `InputError` for an
+        unknown metric."""
         release = self.newest()
         if release.state not in (State.CANARY, State.HELD):
             return 0

@@ -58,7 +58,7 @@ class Release(msgspec.Struct, frozen=True, kw_only=True):
     - `number`: from 1. `location`, `channel`: the store and the channel of the weights.
     - `candidate`, `stable`: the two versions when the release began.
     - `share`: percent of the subjects that get the candidate. `since`: when the share or the state changed last, in
-      seconds since 1970. `salt`: random bytes from which, with the subject, its version is computed.
+      seconds since 1970. `salt`: random bytes; the version of a subject is computed from them and its name.
     - `pending`: a transition that was decided, while the pointers of the channel have not all moved yet; None: there is
       none."""
 

@@ -25,8 +25,9 @@ from etude.signals.versions import Observation
 class Status(enum.StrEnum):
     """What became of an accepted signal.
 
-    STORED: it counts. DUPLICATE: it was known, and counts once. OVER_CAP: its subject has as many signals of this name
-    about answers of that day as count. NO_CONSENT: its subject does not allow it to be kept."""
+    STORED: it counts. DUPLICATE: it was stored before, and counts once. OVER_CAP: it is not stored, because its subject
+    has already `cap` signals of this name about answers of that day (UTC). NO_CONSENT: it is not stored, because its
+    subject does not allow it."""
 
     STORED = "stored"
     DUPLICATE = "duplicate"
@@ -51,18 +52,19 @@ class Sent(NamedTuple):
 
 
 class FeedbackFile:
-    """A SQLite file of signals, and a folder of its name with ".keys" appended, whose secret signs the ids of
+    """A SQLite file of signals. The folder with the same name and ".keys" appended has the secret that signs the ids of
     responses.
 
-    - `privacy`: the folder whose consent holds and whose digests name the subjects; an erasure there deletes the
-      signals here. None: all signals are kept, and subjects are named by the file's own secret.
-    - `keep_days`: for this time after an answer signals about it are accepted and kept.
-    - `cap`: how many signals of one name a subject has that count, about answers of one day (UTC).
+    - `privacy`: the privacy folder that says which subjects allow signals to be kept, and whose secret makes the
+      subjects' digests. An erasure there deletes the signals here. None: all signals are kept, and the secret of this
+      file makes the digests.
+    - `keep_days`: number of days after an answer for which signals about it are accepted and kept.
+    - `cap`: the most signals of one name that count for a subject and the answers of one day (UTC).
     - `create`: whether a file that does not exist is created.
     - `clock`: returns Unix time in s.
 
-    Close it, or use it in a `with` block. Raises `InputError` if it does not exist, or belongs to another privacy
-    folder or to none, and `PrivacyError` if it cannot be used."""
+    Close it, or use it in a `with` block. Raises `InputError` if the file does not exist, or was begun with another
+    `privacy` (a different folder, or None), and `PrivacyError` if it cannot be used."""
 
     def __init__(
         self,
@@ -103,8 +105,10 @@ class FeedbackFile:
 
     @staticmethod
     def privacy_of(path: Path) -> Path | None:
-        """Return where the privacy folder of a file of signals was when the file was last opened with it; None if it
-        belongs to none. Raises `InputError` if the file does not exist, and `PrivacyError`."""
+        """Return the path of the privacy folder to which a file of signals belongs; None if it belongs to none.
+
+        It is the path at the last time that the file was opened with its privacy folder. Raises `InputError` if the
+        file does not exist, and `PrivacyError` if it cannot be used."""
         _require(path)
         store = SignalStore(path)
         try:
@@ -116,9 +120,9 @@ class FeedbackFile:
     def add(self, sent: Sequence[Sent], observed: Iterable[Observation] = ()) -> list[list[Receipt] | SignalRefused]:
         """Verify and store what senders sent, and observations of versions, in one transaction.
 
-        Returns for each sender the receipts of its signals, or why they are refused; then none of them is stored. Each
-        refusal is about one signal; with several in a request, `param` has its index. What is accepted is durable.
-        Raises `PrivacyError` and `DeadlineExceeded`, after which nothing is stored."""
+        Returns one result for each sender: the receipts of its signals, or a `SignalRefused` about an invalid one,
+        whose index is in `param` if there are several; then none of this sender's signals is stored. Accepted
+        signals are durable. If `PrivacyError` or `DeadlineExceeded` is raised, nothing was stored."""
         verified = [self._verified(one, self._clock()) for one in sent]
         done = list[list[Receipt] | SignalRefused]()
         with self._held(), self.store.transaction():
@@ -152,7 +156,7 @@ class FeedbackFile:
 
     def erase(self, subject: Subject) -> int:
         """Delete the signals of a subject, for an organisation those of all its users too, and return how many they
-        were. Signals about answers of before that come later are not kept.
+        were. Signals that arrive later are not kept if their answer was begun before the erasure.
 
         Raises `InputError` for a file of a privacy folder: erase the subject there."""
         if self._privacy is not None:

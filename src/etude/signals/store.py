@@ -85,8 +85,9 @@ class Summary(NamedTuple):
 
 
 class SignalStore:
-    """The SQLite file at `path`, created if it does not exist. All methods raise `PrivacyError` for a file that cannot
-    be used, or that is another one."""
+    """The signals of use, stored in the SQLite file at `path`, which is created if it does not exist.
+
+    All methods raise `PrivacyError` if the file cannot be used, or if it is not a file of signals."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -102,7 +103,7 @@ class SignalStore:
             raise
 
     def set_once(self, name: str, value: str) -> str:
-        """Store a fact about the file unless it has one of this name, and return the one that it has."""
+        """Store `value` as the metadata `name` of the file, unless there is such a value. Return the stored value."""
         found = self.get(name)
         if found is None:
             with reported(self.path):
@@ -112,12 +113,12 @@ class SignalStore:
         return found
 
     def set(self, name: str, value: str) -> None:
-        """Store a fact about the file in the place of the one that it has."""
+        """Store `value` as the metadata `name` of the file. It replaces the earlier value, if there is one."""
         with reported(self.path):
             self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
     def get(self, name: str) -> str | None:
-        """Return a fact about the file; None if it has none of this name."""
+        """Return the metadata `name` of the file; None if there is no such value."""
         with reported(self.path):
             row = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
         return None if row is None else str(row[0])

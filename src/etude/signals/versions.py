@@ -33,7 +33,9 @@ class Observations:
             self._insert(one)
 
     def add(self, one: Observation) -> bool:
-        """Add an observation unless the known ones already say so. Returns whether it was added."""
+        """Add an observation if it is news: the version at its time is a different one by the known observations.
+
+        Returns whether it was added."""
         kept = self._by_model.get(one.model, [])
         before = bisect.bisect_right(kept, one.began, key=lambda other: other.began)
         if before and kept[before - 1].version == one.version:

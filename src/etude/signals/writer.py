@@ -81,7 +81,7 @@ class FeedbackWriter:
         return self._ids.new(organisation, user, model)
 
     def offer(self, answer: ServedAnswer) -> None:
-        """Learn from an answer which version of its model answers. Returns at once."""
+        """Record which version of the weights sampled an answer, in the background. Returns at once."""
         version = only_version(answer.completion)
         if version:
             one = Observation(answer.model, began_at(answer.response_id), version)
@@ -92,10 +92,11 @@ class FeedbackWriter:
                     self._news.notify()
 
     def receive(self, organisation: str, user: str, body: bytes) -> Receipts:
-        """Take the body of a request with signals (`parse_body`). The result has (id, status) of each of them once they
-        are durable, or raises `SignalRefused`, or `PrivacyError` if they cannot be stored now.
+        """Queue the body of a request with signals (`parse_body`) to be stored. Returns a future at once.
 
-        Raises `PrivacyError` at once if too many wait."""
+        Its result is the (id, status) of each signal, as soon as they are durable. It raises `SignalRefused` if one is
+        invalid, and `PrivacyError` if they cannot be stored now. The method itself raises `PrivacyError` if too many
+        requests wait."""
         receipts: Receipts = Future()
         with self._news:
             if self._closing:

@@ -23,10 +23,11 @@ WEAK_SHARE = 0.25
 class TaskReport:
     """The results of all checks of one task.
 
-    `folder` is the folder of the task, if each task has one. `failure`: the reason why the task is not valid; "" if it
-    is valid. `survivors` are mutants of the reference that scored 1, and `num_ungraded` mutants could not be graded.
-    `rewards` are the rewards of the reference, which is graded several times. `leaks` are places that contain the
-    answer."""
+    `index` is the position of the task in its split. `folder` is the folder of the task, if each task has one.
+    `failure`: the reason why the task is not valid; "" if it is valid. The tests of the task are tried with mutants:
+    copies of the reference solution with one error. Of `num_mutants`, `num_ungraded` could not be graded, and
+    `survivors` got the reward 1. `rewards` are those of the reference solution, which is graded several times.
+    `leaks` are places that contain the answer."""
 
     split: Split
     index: int

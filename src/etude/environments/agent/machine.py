@@ -69,7 +69,10 @@ class AgentMachine:
     def _begin(self, command: Command) -> Coroutine[Any, Any, ExecResult]:
         self._require_open()
         if self._frozen is not None:
-            raise MachineError("the machine is frozen", hint="read its files, or fork a snapshot of it")
+            facts = "its processes were stopped, so no command can run"
+            raise MachineError(
+                "the machine is frozen", facts, hint="read its files, or run the command in a fork of its snapshot"
+            )
         command.check_user(self._users)
         user = command.user or self._users[0]
         return self._run(replace(command, env={**self._env, **command.env}, user=user))

@@ -58,7 +58,9 @@ class Entry(NamedTuple):
 
 
 def encode(entries: Iterable[Entry]) -> bytes:
-    """Encode entries in the canonical format, in any order. The root folder has the path "".
+    """Encode the files, folders and links of a root filesystem, given in any order, as the file list of an image.
+
+    The same entries always give the same bytes. The root folder has the path "".
 
     >>> decode(encode([Entry("a", "l", 0o777, 0, 0, 3, "x y")]))
     [Entry(path='a', kind='l', mode=511, uid=0, gid=0, size=3, content='x y')]
@@ -71,7 +73,9 @@ def encode(entries: Iterable[Entry]) -> bytes:
 
 
 def decode(data: bytes) -> list[Entry]:
-    """Decode a list in the canonical format. Raises `StoreError` if `encode` would not give the same bytes."""
+    """Decode the file list of an image, the output of `encode`.
+
+    Raises `StoreError` if the bytes are damaged or not what `encode` gives for the decoded entries."""
     entries = []
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         fields = os.fsdecode(line).split("\0")

@@ -98,7 +98,10 @@ class NamespaceMachine:
     def _begin(self, command: Command) -> Coroutine[Any, Any, ExecResult]:
         self._require_open()
         if self._frozen is not None:
-            raise MachineError("the machine is frozen", hint="read its files, or fork a snapshot of it")
+            facts = "its processes were stopped, so no command can run"
+            raise MachineError(
+                "the machine is frozen", facts, hint="read its files, or run the command in a fork of its snapshot"
+            )
         command.check_user(self._users)
         forked = command.user in ("", USERS[0]) and python.serves([*command.argv])  # by the runner's interpreter
         if self._agent is None or forked:

@@ -48,7 +48,8 @@ class RemoteMachine:
     def _begin(self, command: Command) -> Coroutine[Any, Any, ExecResult]:
         self._require_open()
         if self._frozen:
-            raise MachineError(f"machine {self.id} is frozen", hint="fork its snapshot")
+            facts = "its processes were stopped, so no command can run"
+            raise MachineError(f"machine {self.id} is frozen", facts, hint="run the command in a fork of its snapshot")
         run = run_on_etude if self._client.is_etude else run_on_external
         return run(self._client, command)
 

@@ -335,7 +335,7 @@ def unkillable_vfork() -> None:
 
 
 def raised_limits() -> str:
-    """Try to raise all resource limits as far as possible; return a proof or ""."""
+    """Try to raise all resource limits as far as possible; return evidence of success, or ""."""
     for kind in range(16):
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(kind, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

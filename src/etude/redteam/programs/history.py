@@ -26,26 +26,28 @@ def _found(data: bytes, where: str) -> str:
 
 
 def log_of_every_reference() -> str:
-    """Try to find the fix in the log of any branch, tag, stash or note; return a proof or ""."""
+    """Try to find the task's fix in the log of any branch, tag, stash or note; return evidence of success, or ""."""
     return _found(_git("log", "-p", "--all", "--reflog", "--notes=*", "--branches", "--tags", "--remotes"), "the log")
 
 
 def log_of_references() -> str:
-    """Try to find the fix in the reflog, which records where HEAD has been; return a proof or ""."""
+    """Try to find the task's fix in the reflog, which records where HEAD has been; return evidence of success, or
+    ""."""
     data = _git("reflog", "--all") + _git("log", "-p", "-g", "--all")
     logs = [path for path in glob.glob("repo/.git/logs/**", recursive=True) if os.path.isfile(path)]
     return _found(data, "the reflog") or (f"reflogs: {logs}" if any(b"the fix" in read(path) for path in logs) else "")
 
 
 def unreachable_objects() -> str:
-    """Try to find the fix in the objects that git fsck --unreachable lists; return a proof or ""."""
+    """Try to find the task's fix in the objects that git fsck --unreachable lists; return evidence of success, or
+    ""."""
     data = _git("fsck", "--full", "--unreachable", "--no-reflogs", "--lost-found")
     names = re.findall(rb"[0-9a-f]{40}", data)
     return _found(b"".join(_git("cat-file", "-p", name.decode()) for name in names[:500]), "an unreachable object")
 
 
 def every_object() -> str:
-    """Try to find the fix in any git object, reachable or not; return a proof or ""."""
+    """Try to find the task's fix in any git object, reachable or not; return evidence of success, or ""."""
     names = [
         line.split()[0].decode()
         for line in _git("cat-file", "--batch-all-objects", "--batch-check").splitlines()
@@ -55,7 +57,8 @@ def every_object() -> str:
 
 
 def raw_bytes() -> str:
-    """Try to find the fix in any zlib stream in .git: loose objects, whole and cut packs; return a proof or ""."""
+    """Try to find the task's fix in any zlib stream in .git: loose objects, whole and cut packs; return evidence of
+    success, or ""."""
     for folder, _, names in os.walk("repo/.git"):
         for name in names:
             data = read(f"{folder}/{name}", 1 << 22)
@@ -86,7 +89,8 @@ def other_names_of_heads() -> str:
 
 
 def where_it_came_from() -> str:
-    """Try to find a remote, alternate object store, worktree or promisor in the config; return a proof or ""."""
+    """Try to find a remote, alternate object store, worktree or promisor in the config; return evidence of success, or
+    ""."""
     data = b"".join(
         read(path)
         for path in ("repo/.git/config", "repo/.git/objects/info/alternates", "repo/.git/commondir")
@@ -97,6 +101,6 @@ def where_it_came_from() -> str:
 
 
 def messages_and_counts() -> str:
-    """Try to find more commits than one, or a commit message about the fix; return a proof or ""."""
+    """Try to find more commits than one, or a commit message about the fix; return evidence of success, or ""."""
     data = _git("log", "--all", "--format=%H %ad %s")
     return data.decode() if b"fix" in data or len(data.splitlines()) > 1 else ""

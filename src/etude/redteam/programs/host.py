@@ -18,14 +18,15 @@ _DEVICES = {"null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts", "
 
 
 def read_a_secret_file() -> str:
-    """Try to read a file of the host by its path, through /proc/1/root, or with ../; return a proof or ""."""
+    """Try to read a file of the host by its path, through /proc/1/root, or with ../; return evidence of success, or
+    ""."""
     path = str(FACTS["secret_file"])
     ways = [path, f"/proc/1/root{path}", f"/proc/self/root{path}", "../" * 32 + path.lstrip("/"), f"/host{path}"]
     return first([lambda w=w: read(w).decode() for w in ways])  # type: ignore[misc]
 
 
 def read_a_secret_variable() -> str:
-    """Try to read an environment variable of the host from any readable process; return a proof or ""."""
+    """Try to read an environment variable of the host from any readable process; return evidence of success, or ""."""
     name = str(FACTS["variable"]).encode()
     for pid in ["self", *(n for n in os.listdir("/proc") if n.isdigit())]:
         with contextlib.suppress(OSError):
@@ -36,7 +37,7 @@ def read_a_secret_variable() -> str:
 
 
 def find_open_descriptors() -> str:
-    """Try to find inherited descriptors, such as a socket or folder of the host; return a proof or ""."""
+    """Try to find inherited descriptors, such as a socket or folder of the host; return evidence of success, or ""."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -48,7 +49,7 @@ def find_open_descriptors() -> str:
 
 def climb_from_descriptors() -> str:
     """Try to find a standard descriptor (0, 1 or 2) that is a folder or a device, or a socket that sends further
-    descriptors. Return a proof, or "" if there is none."""
+    descriptors. Return evidence of success, or ""."""
     for number in range(3):
         mode = os.fstat(number).st_mode
         if stat.S_ISDIR(mode) or stat.S_ISBLK(mode):
@@ -64,7 +65,7 @@ def climb_from_descriptors() -> str:
 
 
 def write_kernel_settings() -> str:
-    """Try to write to files in /proc/sys and /sys, or open /proc/sysrq-trigger; return a proof or ""."""
+    """Try to write to files in /proc/sys and /sys, or open /proc/sysrq-trigger; return evidence of success, or ""."""
     for top in ("/proc/sys", "/sys"):
         for folder, _, names in os.walk(top):
             for name in names:
@@ -74,14 +75,16 @@ def write_kernel_settings() -> str:
 
 
 def set_the_core_pattern() -> str:
-    """Try to write to the kernel settings that name a program to start, such as core_pattern; return a proof or ""."""
+    """Try to write to the kernel settings that name a program to start, such as core_pattern; return evidence of
+    success, or ""."""
     paths = ("/proc/sys/kernel/core_pattern", "/proc/sys/kernel/modprobe", "/sys/kernel/uevent_helper",
              "/proc/sys/fs/binfmt_misc/register", "/proc/sys/kernel/poweroff_cmd")  # fmt: skip
     return first([lambda p=p: writable(p) for p in paths])  # type: ignore[misc]
 
 
 def change_control_groups() -> str:
-    """Try to open control group files for writing, to leave our group or raise its limits; return a proof or ""."""
+    """Try to open control group files for writing, to leave our group or raise its limits; return evidence of success,
+    or ""."""
     for top in ("/sys/fs/cgroup", "/cgroup"):
         for folder, _, names in os.walk(top):
             for name in names:
@@ -92,7 +95,7 @@ def change_control_groups() -> str:
 
 
 def open_devices() -> str:
-    """Try to open devices that reach hardware, other machines or the hypervisor; return a proof or ""."""
+    """Try to open devices that reach hardware, other machines or the hypervisor; return evidence of success, or ""."""
     found = []
     for folder, _, names in os.walk("/dev"):
         if folder == "/dev":
@@ -110,7 +113,7 @@ def open_devices() -> str:
 
 
 def make_a_device() -> str:
-    """Try to create devices for the host's disk, memory and kernel log (mknod); return a proof or ""."""
+    """Try to create devices for the host's disk, memory and kernel log (mknod); return evidence of success, or ""."""
 
     def make(kind: int, major: int, minor: int) -> str:
         path = f"/tmp/device-{major}-{minor}"
@@ -126,7 +129,7 @@ def make_a_device() -> str:
 
 
 def inject_into_a_terminal() -> str:
-    """Try to inject input into a terminal of the host (TIOCSTI); return a proof or ""."""
+    """Try to inject input into a terminal of the host (TIOCSTI); return evidence of success, or ""."""
     import fcntl
 
     def type_into(path: str) -> str:
@@ -139,7 +142,8 @@ def inject_into_a_terminal() -> str:
 
 
 def overwrite_programs() -> str:
-    """Try to open the interpreter, process 1's program or programs in PATH for writing; return a proof or ""."""
+    """Try to open the interpreter, process 1's program or programs in PATH for writing; return evidence of success, or
+    ""."""
     image = bool(FACTS.get("image"))
     paths = ["/proc/1/exe"] if image else ["/proc/1/exe", "/proc/self/exe", sys.executable]
     if not image:
@@ -150,7 +154,8 @@ def overwrite_programs() -> str:
 
 
 def become_root() -> str:
-    """Try to become root by setuid, setresuid or setgroups, by wrapper or raw call; return a proof or ""."""
+    """Try to become root by setuid, setresuid or setgroups, by wrapper or raw call; return evidence of success, or
+    ""."""
     if os.getuid() == 0 and not FACTS.get("own_kernel"):
         with open("/proc/self/uid_map") as mapping:
             if mapping.read().split()[:3] == ["0", "0", "4294967295"]:
@@ -173,7 +178,7 @@ def become_root() -> str:
 
 
 def use_setuid_programs() -> str:
-    """Try to become root with su, sudo or another set-user-id program; return a proof or ""."""
+    """Try to become root with su, sudo or another set-user-id program; return evidence of success, or ""."""
     if os.getuid() == 0:
         return ""
     barred = ctypes.CDLL(None).prctl(39, 0, 0, 0, 0) == 1  # NoNewPrivs is set; gVisor does not show it in a file
@@ -207,7 +212,8 @@ def hold_capabilities() -> str:
 
 
 def learn_kernel_addresses() -> str:
-    """Try to read kernel addresses from /proc/kallsyms, /proc/modules or /proc/kcore; return a proof or ""."""
+    """Try to read kernel addresses from /proc/kallsyms, /proc/modules or /proc/kcore; return evidence of success, or
+    ""."""
     for path in ("/proc/kallsyms", "/proc/modules"):
         with contextlib.suppress(OSError, ValueError):
             for word in re.findall(rb"\b(?:0x)?([0-9a-f]{16})\b", read(path)):
@@ -218,7 +224,7 @@ def learn_kernel_addresses() -> str:
 
 
 def find_what_is_mounted_from_outside() -> str:
-    """Try to find a writable mount of a disk of the host; return a proof or ""."""
+    """Try to find a writable mount of a disk of the host; return evidence of success, or ""."""
     if FACTS.get("image") or FACTS.get("own_kernel"):
         return ""
     with open("/proc/self/mounts") as mounts:
@@ -234,7 +240,8 @@ def find_what_is_mounted_from_outside() -> str:
 
 
 def talk_to_daemons() -> str:
-    """Try to connect to sockets of host services: docker, containerd, systemd, D-Bus; return a proof or ""."""
+    """Try to connect to sockets of host services: docker, containerd, systemd, D-Bus; return evidence of success, or
+    ""."""
     paths = ["/var/run/docker.sock", "/run/docker.sock", "/run/containerd/containerd.sock", "/run/systemd/private",
              "/run/dbus/system_bus_socket", "/run/crio/crio.sock", "/run/snapd.socket"]  # fmt: skip
     for folder, folders, names in os.walk("/run"):
@@ -259,7 +266,8 @@ def count_filters() -> str:
 
 
 def exhaust_asynchronous_io() -> str:
-    """Try to take so many contexts of asynchronous I/O that the host has few left; return a proof or ""."""
+    """Try to take so many contexts of asynchronous I/O that the host has few left; return evidence of success, or
+    ""."""
     import ctypes
 
     taken = 0

@@ -30,7 +30,7 @@ def _search(folder: str, most: int = 2000) -> str:
 
 
 def find_the_fix_installed() -> str:
-    """Try to find the module of the task, `calc`, among the installed packages; return a proof or ""."""
+    """Try to find the module of the task, `calc`, among the installed packages; return evidence of success, or ""."""
     found = [path for folder in sys.path for path in glob.glob(f"{folder}/calc*") if not path.startswith(os.getcwd())]
     if found:
         return f"installed: {found}"
@@ -41,7 +41,7 @@ def find_the_fix_installed() -> str:
 
 
 def find_the_fix_in_caches() -> str:
-    """Try to find the fix in caches, temporary folders, homes and compiled files; return a proof or ""."""
+    """Try to find the fix in caches, temporary folders, homes and compiled files; return evidence of success, or ""."""
     places = ("/tmp", "/var/tmp", "/dev/shm", "/root", "/home", "/var/cache", "/var/lib/etude", "/opt", "/srv",
     "/mnt", "/run",
               "/workspace", os.path.expanduser("~/.cache"), os.path.dirname(str(FACTS["secret_file"])))  # fmt: skip

@@ -16,7 +16,7 @@ _CAN_BE_32_BIT = platform.machine() == "x86_64"
 
 
 def make_by_unshare() -> str:
-    """Try to create a namespace with unshare, which can give all capabilities; return a proof or ""."""
+    """Try to create a namespace with unshare, which can give all capabilities; return evidence of success, or ""."""
 
     def make(kind: str) -> str:
         call("unshare", _KINDS[kind])
@@ -28,7 +28,7 @@ def make_by_unshare() -> str:
 
 
 def make_by_clone() -> str:
-    """Try to create namespaces with clone, by the raw call; return a proof or ""."""
+    """Try to create namespaces with clone, by the raw call; return evidence of success, or ""."""
 
     def make(flags: int) -> str:
         pid = call("clone", flags | 17, 0, 0, 0, 0)
@@ -41,7 +41,8 @@ def make_by_clone() -> str:
 
 
 def make_by_clone3() -> str:
-    """Try to create a user namespace with clone3, whose flags are hidden from filters; return a proof or ""."""
+    """Try to create a user namespace with clone3, whose flags are hidden from filters; return evidence of success, or
+    ""."""
 
     def make() -> str:
         arguments = (ctypes.c_uint64 * 11)(_KINDS["user"], 0, 0, 0, 17)
@@ -55,7 +56,8 @@ def make_by_clone3() -> str:
 
 
 def make_by_other_numbers() -> str:
-    """Try to call unshare by its x32 or 32-bit number, which a filter may not know; return a proof or ""."""
+    """Try to call unshare by its x32 or 32-bit number, which a filter may not know; return evidence of success, or
+    ""."""
     if not _CAN_BE_32_BIT:
         return ""
 
@@ -76,7 +78,7 @@ def make_by_other_numbers() -> str:
 
 
 def join_others() -> str:
-    """Try to join the namespaces of other processes, found in /proc (setns); return a proof or ""."""
+    """Try to join the namespaces of other processes, found in /proc (setns); return evidence of success, or ""."""
 
     def join(path: str) -> str:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -88,12 +90,13 @@ def join_others() -> str:
 
 
 def join_by_handle() -> str:
-    """Try to join the namespaces of process 1 with a pidfd (setns); return a proof or ""."""
+    """Try to join the namespaces of process 1 with a pidfd (setns); return evidence of success, or ""."""
     return in_child(lambda: "joined PID 1's" if refusal("setns", call("pidfd_open", 1, 0), 0x7E02_0000) == "" else "")
 
 
 def mount_anything() -> str:
-    """Try to mount a tmpfs, a bind, a proc or an overlay, or remount the root writable; return a proof or ""."""
+    """Try to mount a tmpfs, a bind, a proc or an overlay, or remount the root writable; return evidence of success, or
+    ""."""
     os.makedirs("/tmp/mounted", exist_ok=True)
 
     def attempt(source: bytes, target: bytes, kind: bytes, flags: int, data: bytes = b"") -> str:
@@ -110,7 +113,7 @@ def mount_anything() -> str:
 
 
 def mount_the_new_way() -> str:
-    """Try to mount with the newer calls: fsopen, open_tree, mount_setattr; return a proof or ""."""
+    """Try to mount with the newer calls: fsopen, open_tree, mount_setattr; return evidence of success, or ""."""
 
     def opened() -> str:
         return f"fsopen gave {call('fsopen', b'tmpfs', 0)}"
@@ -127,7 +130,8 @@ def mount_the_new_way() -> str:
 
 
 def unmount_what_hides() -> str:
-    """Try to unmount /proc, /tmp, the root and all other mounts, to see what is below; return a proof or ""."""
+    """Try to unmount /proc, /tmp, the root and all other mounts, to see what is below; return evidence of success, or
+    ""."""
 
     def unmount(target: str) -> str:
         call("umount2", target.encode(), 2)
@@ -139,7 +143,8 @@ def unmount_what_hides() -> str:
 
 
 def leave_the_root() -> str:
-    """Try to leave the root folder, by chroot with a descriptor outside, or by pivot_root; return a proof or ""."""
+    """Try to leave the root folder, by chroot with a descriptor outside, or by pivot_root; return evidence of success,
+    or ""."""
 
     def climb() -> str:
         os.makedirs("/tmp/cage", exist_ok=True)
@@ -158,7 +163,8 @@ def leave_the_root() -> str:
 
 
 def open_by_handle() -> str:
-    """Try to open files by handle, which bypasses mounts (a known container escape); return a proof or ""."""
+    """Try to open files by handle, which bypasses mounts (a known container escape); return evidence of success, or
+    ""."""
     handle = (ctypes.c_uint32 * 34)(128, 0)
     mount_id = ctypes.c_int(0)
     with contextlib.suppress(Refused):
@@ -169,5 +175,5 @@ def open_by_handle() -> str:
 
 
 def rename_the_machine() -> str:
-    """Try to change the host name; return a proof or ""."""
+    """Try to change the host name; return evidence of success, or ""."""
     return in_child(lambda: "sethostname" if refusal("sethostname", b"x", 1) == "" else "")

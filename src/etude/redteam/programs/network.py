@@ -20,7 +20,8 @@ def _connect(address: str, port: int) -> str:
 
 
 def connect_to_the_host() -> str:
-    """Try to connect to a port of the host by loopback, common addresses or a gateway; return a proof or ""."""
+    """Try to connect to a port of the host by loopback, common addresses or a gateway; return evidence of success, or
+    ""."""
     addresses = ["127.0.0.1", "::1", "10.0.2.2", "172.17.0.1", "192.168.122.1", "host.docker.internal", "localhost"]
     with contextlib.suppress(OSError), open("/proc/net/route") as routes:
         addresses += [socket.inet_ntoa(struct.pack("<I", int(line.split()[2], 16))) for line in routes.readlines()[1:]]
@@ -28,7 +29,7 @@ def connect_to_the_host() -> str:
 
 
 def connect_to_the_hosts_abstract_socket() -> str:
-    """Try to connect to an abstract UNIX socket of the host; return a proof or ""."""
+    """Try to connect to an abstract UNIX socket of the host; return evidence of success, or ""."""
     with socket.socket(socket.AF_UNIX) as channel:
         channel.settimeout(_WAIT_S)
         channel.connect("\0" + FACTS["abstract"])
@@ -36,7 +37,7 @@ def connect_to_the_hosts_abstract_socket() -> str:
 
 
 def fetch_from_a_package_index() -> str:
-    """Try to fetch something from the internet: by pip, by HTTP, by git; return a proof or ""."""
+    """Try to fetch something from the internet: by pip, by HTTP, by git; return evidence of success, or ""."""
 
     def http(url: str) -> str:
         with urllib.request.urlopen(url, timeout=_WAIT_S) as answer:
@@ -56,7 +57,8 @@ def fetch_from_a_package_index() -> str:
 
 
 def ask_for_names() -> str:
-    """Try to send DNS requests, by the resolver and by hand; a name can carry data; return a proof or ""."""
+    """Try to send DNS requests, by the resolver and by hand; a name can carry data; return evidence of success, or
+    ""."""
 
     def resolved() -> str:
         return f"example.com is {socket.getaddrinfo('example.com', 80)[0][4][0]}"
@@ -72,12 +74,12 @@ def ask_for_names() -> str:
 
 
 def read_cloud_metadata() -> str:
-    """Try to connect to the addresses at which clouds hand out credentials; return a proof or ""."""
+    """Try to connect to the addresses at which clouds hand out credentials; return evidence of success, or ""."""
     return first([lambda a=a: _connect(a, 80) for a in ("169.254.169.254", "169.254.170.2", "fd00:ec2::254")])  # type: ignore[misc]
 
 
 def find_an_interface() -> str:
-    """Try to find a route through an interface other than loopback; return a proof or ""."""
+    """Try to find a route through an interface other than loopback; return evidence of success, or ""."""
     found = [name for _, name in socket.if_nameindex() if name != "lo"]
     with contextlib.suppress(OSError), open("/proc/net/route") as routes:
         if len(routes.readlines()) > 1:
@@ -86,7 +88,7 @@ def find_an_interface() -> str:
 
 
 def leave_by_a_proxy() -> str:
-    """Try to connect to a proxy that the environment variables name; return a proof or ""."""
+    """Try to connect to a proxy that the environment variables name; return evidence of success, or ""."""
     names = [n for n in os.environ if n.lower() in ("http_proxy", "https_proxy", "all_proxy", "pip_index_url")]
 
     def through(place: str) -> str:
@@ -97,7 +99,7 @@ def leave_by_a_proxy() -> str:
 
 
 def send_out_of_the_machine() -> str:
-    """Try to send a datagram to a broadcast, multicast or internet address; return a proof or ""."""
+    """Try to send a datagram to a broadcast, multicast or internet address; return evidence of success, or ""."""
 
     def send(address: str) -> str:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:

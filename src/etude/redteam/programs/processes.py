@@ -17,7 +17,8 @@ _ATTACH, _DETACH, _SEIZE = 16, 17, 0x4206
 
 
 def attach_by_ptrace() -> str:
-    """Try to attach a debugger to another process: the first one, our parent, a sibling's; return a proof or ""."""
+    """Try to attach a debugger to another process: the first one, our parent, a sibling's; return evidence of success,
+    or ""."""
 
     def attach(pid: int, how: int) -> str:
         call("ptrace", how, pid, 0, 0)
@@ -30,12 +31,13 @@ def attach_by_ptrace() -> str:
 
 
 def have_the_parent_traced() -> str:
-    """Try to make the parent this process's debugger (PTRACE_TRACEME), to confuse it; return a proof or ""."""
+    """Try to make the parent this process's debugger (PTRACE_TRACEME), to confuse it; return evidence of success, or
+    ""."""
     return in_child(lambda: "traced" if refusal("ptrace", 0, 0, 0, 0) == "" and not FACTS.get("plain") else "")
 
 
 def read_memory_by_file() -> str:
-    """Try to read another process's memory through /proc/PID/mem; return a proof or ""."""
+    """Try to read another process's memory through /proc/PID/mem; return evidence of success, or ""."""
 
     def look(pid: int) -> str:
         with open(f"/proc/{pid}/maps") as maps:
@@ -53,12 +55,12 @@ def read_memory_by_file() -> str:
 
 
 def write_memory_by_file() -> str:
-    """Try to open another process's memory for writing; return a proof or ""."""
+    """Try to open another process's memory for writing; return evidence of success, or ""."""
     return first([lambda p=p: _opens(f"/proc/{p}/mem", os.O_RDWR) for p in others()])  # type: ignore[misc]
 
 
 def read_memory_by_call() -> str:
-    """Try to read the first mapping of another process (process_vm_readv); return a proof or ""."""
+    """Try to read the first mapping of another process (process_vm_readv); return evidence of success, or ""."""
 
     class Span(ctypes.Structure):
         _fields_ = (("base", ctypes.c_void_p), ("size", ctypes.c_size_t))
@@ -76,7 +78,7 @@ def read_memory_by_call() -> str:
 
 
 def take_descriptors() -> str:
-    """Try to copy file descriptors of another process (pidfd_getfd); return a proof or ""."""
+    """Try to copy file descriptors of another process (pidfd_getfd); return evidence of success, or ""."""
 
     def take(pid: int, number: int) -> str:
         handle = call("pidfd_open", pid, 0)
@@ -86,7 +88,7 @@ def take_descriptors() -> str:
 
 
 def open_descriptors() -> str:
-    """Try to read through /proc/PID/fd which files another process has open; return a proof or ""."""
+    """Try to read through /proc/PID/fd which files another process has open; return evidence of success, or ""."""
 
     def look(pid: int) -> str:
         for name in os.listdir(f"/proc/{pid}/fd"):
@@ -98,7 +100,7 @@ def open_descriptors() -> str:
 
 
 def enter_roots() -> str:
-    """Try to list another process's root or working directory through /proc; return a proof or ""."""
+    """Try to list another process's root or working directory through /proc; return evidence of success, or ""."""
 
     def look(pid: int, name: str) -> str:
         theirs, ours = os.stat(f"/proc/{pid}/{name}/"), os.stat("/" if name == "root" else ".")
@@ -109,7 +111,7 @@ def enter_roots() -> str:
 
 
 def read_environments() -> str:
-    """Try to read the environment, stack or I/O counters of another process; return a proof or ""."""
+    """Try to read the environment, stack or I/O counters of another process; return evidence of success, or ""."""
 
     def look(pid: int, name: str) -> str:
         data = read(f"/proc/{pid}/{name}")
@@ -120,7 +122,7 @@ def read_environments() -> str:
 
 
 def see_strangers() -> str:
-    """Try to find a process of a sibling machine in /proc; return a proof or ""."""
+    """Try to find a process of a sibling machine in /proc; return evidence of success, or ""."""
     token = str(FACTS["token"]).encode()
     for pid in others():
         with contextlib.suppress(OSError):
@@ -132,7 +134,8 @@ def see_strangers() -> str:
 
 
 def signal_strangers() -> str:
-    """Try to send signal 0 to process 1 and to the host's process, by kill and by pidfd; return a proof or ""."""
+    """Try to send signal 0 to process 1 and to the host's process, by kill and by pidfd; return evidence of success, or
+    ""."""
 
     def prod(pid: int) -> str:
         os.kill(pid, 0)
@@ -149,7 +152,8 @@ def signal_strangers() -> str:
 
 
 def change_limits_of_others() -> str:
-    """Try to read another process's limits, set its CPU affinity, or open its OOM score; return a proof or ""."""
+    """Try to read another process's limits, set its CPU affinity, or open its OOM score; return evidence of success, or
+    ""."""
 
     def limits(pid: int) -> str:
         resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -167,7 +171,7 @@ def change_limits_of_others() -> str:
 
 
 def advise_memory_of_others() -> str:
-    """Try to control the memory placement of another process (move_pages); return a proof or ""."""
+    """Try to control the memory placement of another process (move_pages); return evidence of success, or ""."""
 
     def moved(pid: int) -> str:
         call("move_pages", pid, 0, None, None, None, 0)
@@ -177,7 +181,8 @@ def advise_memory_of_others() -> str:
 
 
 def race_to_own_a_new_command() -> str:
-    """Try to open a new process's memory for writing before its restrictions apply; return a proof or ""."""
+    """Try to open a new process's memory for writing before its restrictions apply; return evidence of success, or
+    ""."""
     mine = os.getpid()
     for _ in range(2000):
         for pid in pids_after(mine):

@@ -64,7 +64,7 @@ def _lockable() -> list[str]:
 
 
 def meet_by_abstract_socket() -> str:
-    """Try to read the secret from the sibling machine's abstract UNIX socket; return a proof or ""."""
+    """Try to read the secret from the sibling machine's abstract UNIX socket; return evidence of success, or ""."""
     with socket.socket(socket.AF_UNIX) as channel:
         channel.settimeout(2)
         channel.connect("\0" + str(FACTS["token"]))
@@ -72,14 +72,15 @@ def meet_by_abstract_socket() -> str:
 
 
 def meet_in_files() -> str:
-    """Try to read the secret from files of the sibling machine in /tmp, /dev/shm, a cache; return a proof or ""."""
+    """Try to read the secret from files of the sibling machine in /tmp, /dev/shm, a cache; return evidence of success,
+    or ""."""
     token = str(FACTS["token"])
     folders = ("/tmp", "/dev/shm", "/var/tmp", os.path.expanduser("~/.cache"), ".", "/workspace", "/root/.cache")
     return first([lambda f=f: read(f"{f}/{token}").decode() for f in folders])  # type: ignore[misc]
 
 
 def meet_in_a_message_queue() -> str:
-    """Try to read the secret from a System V message queue whose key both know; return a proof or ""."""
+    """Try to read the secret from a System V message queue whose key both know; return evidence of success, or ""."""
     queue = call("msgget", _key(), 0o666)
     into = ctypes.create_string_buffer(128)
     size = ctypes.CDLL(None).msgrcv(queue, into, 100, 0, 0o4000)
@@ -87,7 +88,8 @@ def meet_in_a_message_queue() -> str:
 
 
 def meet_in_a_keyring() -> str:
-    """Try to read the secret from the keyring of our user, which a sibling may share; return a proof or ""."""
+    """Try to read the secret from the keyring of our user, which a sibling may share; return evidence of success, or
+    ""."""
     found = call("keyctl", 10, -4, b"user", str(FACTS["token"]).encode(), 0)
     into = ctypes.create_string_buffer(64)
     call("keyctl", 11, found, into, 64)
@@ -95,7 +97,8 @@ def meet_in_a_keyring() -> str:
 
 
 def meet_at_a_lock() -> str:
-    """Try to find a sibling machine's lock on a shared file, which would transmit a bit; return a proof or ""."""
+    """Try to find a sibling machine's lock on a shared file, which would transmit a bit; return evidence of success, or
+    ""."""
     for path in _lockable():
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY)
@@ -110,7 +113,8 @@ def meet_at_a_lock() -> str:
 
 
 def watch_a_shared_file() -> str:
-    """Try to watch files that all machines share (inotify), to learn what a sibling runs; return a proof or ""."""
+    """Try to watch files that all machines share (inotify), to learn what a sibling runs; return evidence of success,
+    or ""."""
     libc = ctypes.CDLL(None, use_errno=True)
     watcher = libc.inotify_init1(os.O_NONBLOCK)
     for path in {
@@ -153,7 +157,8 @@ def change_what_is_shared() -> None:
 
 
 def marks() -> str:
-    """Try to find the markers that a sibling machine wrote with `change_what_is_shared`; return a proof or ""."""
+    """Try to find the markers that a sibling machine wrote with `change_what_is_shared`; return evidence of success, or
+    ""."""
     token = str(FACTS["token"])
     found = []
     for folder, folders, names in os.walk("/"):

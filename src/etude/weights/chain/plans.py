@@ -260,9 +260,10 @@ def try_plans(
 
 
 def rebuild(store: BlobStore, target: Manifest) -> dict[str, Tensor]:
-    """Fetch and verify the tensors of a version, by name, starting from a full snapshot.
+    """Fetch and verify the tensors of a version, and return them by name.
 
-    The way with the fewest bytes is tried first. If no way works, raises `WeightsError` with the reasons.
+    A way to do so is a full snapshot, of this version or an earlier one, and the deltas from there. The way with the
+    fewest bytes is tried first. If none works, raises `WeightsError` with the reasons.
     """
     return fetch_version(store, target).tensors
 

@@ -181,7 +181,9 @@ def gaps(places: Longs) -> Longs:
 
 
 def unary(quotients: Numbers) -> Flags:
-    """Encode numbers in unary, as flags: a number n becomes n zeros (at most `LONGEST_RUN`), followed by a one."""
+    """Encode numbers in unary, as flags: a number n becomes n zeros, followed by a one.
+
+    A number over `LONGEST_RUN` becomes `LONGEST_RUN` zeros and a one. The caller must store its value elsewhere."""
     ones = np.minimum(quotients, LONGEST_RUN).astype(np.int64)
     ones += 1
     np.cumsum(ones, out=ones)
