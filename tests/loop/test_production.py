@@ -138,7 +138,7 @@ def test_a_step_waits_for_settled_episodes_and_for_no_more_of_one_user_than_its_
             async with asyncio.timeout(300):
                 while not told:  # noqa: ASYNC110  the other task makes it
                     await asyncio.sleep(0.02)
-            assert told == ["2 of 4 episodes: 6 settled, 6 in all"]
+            assert told == ["2 of 4 episodes: 6 with a signal that counts, 6 settled, 6 in all"]
             product.serve(["bob", "eve"], [1.0, 0.0])
             async with asyncio.timeout(600):
                 await work
@@ -299,7 +299,7 @@ def test_the_commands_of_the_guide_serve_a_run_take_feedback_and_learn_from_it(
     erased = command("privacy", "erase", "local/user-0", "--run", "runs/game")
     assert "in the batch of step 2, trained into v000002" in erased.stdout, erased.stderr
     waiting = command.start("learn", *where, "--poll-s", "0.1")
-    assert waiting.stdout.readline() == "waiting: 0 of 8 episodes: 0 settled, 0 in all\n"
+    assert waiting.stdout.readline() == "waiting: 0 of 8 episodes: 0 with a signal that counts, 0 settled, 0 in all\n"
     waiting.send_signal(signal.SIGINT)
     waiting.communicate(timeout=300)
     assert waiting.returncode == Exit.INTERRUPTED

@@ -115,6 +115,11 @@ async def _serve(
     router = None
     if args.releases is not None:
         sources = _versions(sources, fleet)
+        if not args.releases.is_file():
+            raise InputError(
+                f"there is no file of releases at {args.releases}",
+                hint="begin one: etude release begin RUN VERSION --settings FILE; or serve without --releases",
+            )
         router = ReleaseRouter(args.releases, stable=sources[0].name, canary=sources[1].name)
     report = partial(print, file=sys.stderr)
     opened = [
@@ -127,6 +132,9 @@ async def _serve(
     async with serve(opened, gateway=gateway, keys=keys, recorder=recorder, router=router, feedback=feedback) as url:
         with_key = "with" if keys else "without"
         print(f"serving {', '.join(models)} at {url} ({with_key} a key); stop with Ctrl-C", flush=True)
+        for name, place in (("capture", args.capture), ("feedback", args.feedback), ("releases", args.releases)):
+            if place is not None:
+                print(f"  {name}: {place}", flush=True)
         await forever()
 
 

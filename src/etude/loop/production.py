@@ -207,7 +207,8 @@ class ProductionTrainer:
         waited_s = now - self.settings.settle_s - min((one.last_at for one in chosen), default=now)
         late = len(chosen) >= LEAST and waited_s >= self.settings.max_wait_s
         waits = len(chosen) < self.settings.episodes and not late
-        why = f"{len(chosen)} of {self.settings.episodes} episodes: {len(settled)} settled, {len(found)} in all"
+        counts = f"{len(rated)} with a signal that counts, {len(settled)} settled, {len(found)} in all"
+        why = f"{len(chosen)} of {self.settings.episodes} episodes: {counts}"
         return chosen, [valued[one.record_ids] for one in chosen], why if waits else ""
 
     def _free(self, episodes: Sequence[Episode]) -> list[Episode]:

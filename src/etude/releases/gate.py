@@ -71,23 +71,32 @@ def check_gate(
     """Compare a candidate with the stable version on every suite of a release's gate.
 
     `played` maps the name of each suite in the settings to (result of the candidate, result of the stable version).
-    `parity`: the verdict of `etude parity` on the candidate; None: unknown."""
-    reports, failures = list[SuiteReport](), list[str]()
+    `parity`: the verdict of `etude parity` on the candidate; None: unknown. Raises `InputError` where a result is
+    missing, unknown, or of other versions or tasks, so that the candidate is neither passed nor refused."""
+    reports, failures, unknown = list[SuiteReport](), list[str](), list[str]()
     for gate in settings.gate:
         if gate.suite not in played:
-            failures.append(f"{gate.suite}: not evaluated")
+            unknown.append(f"{gate.suite}: not evaluated")
             continue
         new, old = played[gate.suite]
         wrong = _not_comparable(gate.suite, new.record, old.record, candidate, stable)
         if wrong:
-            failures.append(wrong)
+            unknown.append(wrong)
+            continue
+        if gate.cost_rise is not None and _cost_rise(new, old) is None:
+            unknown.append(f"{gate.suite}: the cost per task is unknown (evaluate both versions with --prices FILE)")
             continue
         found = compare(old.rows, new.rows, names=("stable", "candidate"))
         rise = _cost_rise(new, old)
         reports.append(_report(gate, new.record, found, rise))
         failures += _failures(gate, new.record, found, rise)
-    if settings.parity and parity not in ("equal", "near"):
-        failures.append(f"parity: {parity or 'unknown'}, must be equal or near")
+    if settings.parity and parity is None:
+        unknown.append("parity: unknown (give the output of etude parity --json with --parity FILE)")
+    elif settings.parity and parity not in ("equal", "near"):
+        failures.append(f"parity: {parity}, must be equal or near")
+    if unknown:
+        hint = "complete the results, then call it again: the release is as before"
+        raise InputError("the gate cannot be decided", "; ".join(unknown), hint=hint)
     return GateResult(candidate=str(candidate), stable=str(stable), suites=tuple(reports), failures=tuple(failures))
 
 
@@ -104,14 +113,22 @@ def read_parity(path: Path) -> str:
 
 def _not_comparable(suite: str, new: EvalRecord, old: EvalRecord, candidate: Version, stable: Version) -> str:
     """Why two results say nothing about the two versions; "" if they do."""
+    if _names(new.version, stable) and _names(old.version, candidate):
+        return f"{suite}: the results of the candidate and of the stable version are exchanged"
     for record, version, name in ((new, candidate, "candidate"), (old, stable, "stable version")):
-        if record.version != str(version):
+        if not _names(record.version, version):
             return f"{suite}: the result of the {name} is that of {record.version or 'an unknown version'}"
     if new.suite_digest != old.suite_digest:
         return f"{suite}: the two versions were not evaluated on the same tasks with the same settings"
     if new.prompted != old.prompted:
         return f"{suite}: one of the two versions was evaluated with the suite's prompt"
     return ""
+
+
+def _names(name: str | None, version: Version) -> bool:
+    """Return whether a version's name means these weights, also if another start of the learner published them."""
+    step, _, digest = str(version).split("-")
+    return name is not None and name.split("-")[::2] == [step, digest]
 
 
 def _cost_rise(new: Played, old: Played) -> float | None:
@@ -145,8 +162,7 @@ def _failures(gate: SuiteGate, record: EvalRecord, found: Comparison, rise: floa
         shown = f"{between.value:+.3f} ({between.low:+.3f} to {between.high:+.3f})"
         failures.append(f"{gate.suite}: solve rate {shown} is not shown to be above -{gate.margin:g}")
     if gate.cost_rise is not None:
-        if rise is None:
-            failures.append(f"{gate.suite}: the cost per task is unknown")
-        elif rise > gate.cost_rise:
+        assert rise is not None, "checked before"
+        if rise > gate.cost_rise:
             failures.append(f"{gate.suite}: cost per task {rise:+.1%}, must be at most {gate.cost_rise:+.1%}")
     return failures

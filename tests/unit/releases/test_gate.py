@@ -69,14 +69,14 @@ def test_too_few_tasks_show_nothing() -> None:
     assert "not shown" in failure
 
 
-def test_a_task_that_costs_more_or_an_unknown_amount_is_a_failure_where_costs_are_compared() -> None:
+def test_a_task_that_costs_more_is_a_failure_where_costs_are_compared_and_an_unknown_cost_decides_nothing() -> None:
     old = played(OLD, 300)
     assert checked(played(NEW, 300, dollars=1.05), old, cost_rise=0.1).failures == ()
     assert checked(played(NEW, 300, dollars=1.2), old).failures == ()
     [failure] = checked(played(NEW, 300, dollars=1.2), old, cost_rise=0.1).failures
     assert "cost per task +20.0%" in failure
-    [failure] = checked(played(NEW, 300, dollars=None), old, cost_rise=0.1).failures
-    assert "cost per task is unknown" in failure
+    with pytest.raises(InputError, match="cost per task is unknown"):
+        checked(played(NEW, 300, dollars=None), old, cost_rise=0.1)
 
 
 def test_the_suites_own_gates_are_part_of_it() -> None:
@@ -93,17 +93,29 @@ def test_the_suites_own_gates_are_part_of_it() -> None:
         ({"prompted": True}, "prompt"),
     ],
 )
-def test_a_result_that_says_nothing_about_the_candidate_is_a_failure(changed: dict[str, Any], said: str) -> None:
-    [failure] = checked(played(NEW, 300, **changed), played(OLD, 300)).failures
-    assert said in failure
+def test_a_result_that_says_nothing_about_the_candidate_decides_nothing(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match="the gate cannot be decided") as refused:
+        checked(played(NEW, 300, **changed), played(OLD, 300))
+    assert said in refused.value.facts
 
 
-def test_a_suite_without_a_result_and_parity_that_is_unknown_or_off_are_failures(tmp_path: Path) -> None:
+def test_exchanged_results_are_told_and_decide_nothing() -> None:
+    with pytest.raises(InputError, match="are exchanged"):
+        checked(played(OLD, 300), played(NEW, 300))
+
+
+def test_a_suite_without_a_result_and_unknown_parity_decide_nothing_and_parity_that_is_off_fails(
+    tmp_path: Path,
+) -> None:
     both = settings(gate=(SuiteGate("repair"), SuiteGate("tools")), parity=True)
     results = {"repair": (played(NEW, 300), played(OLD, 300))}
-    assert check_gate(both, NEW, OLD, results, parity="near").failures == ("tools: not evaluated",)
-    for verdict, said in (("off", "parity: off"), (None, "parity: unknown")):
-        assert said in check_gate(both, NEW, OLD, results, parity=verdict).failures[-1]
+    with pytest.raises(InputError, match="tools: not evaluated"):
+        check_gate(both, NEW, OLD, results, parity="near")
+    results["tools"] = results["repair"]
+    with pytest.raises(InputError, match="parity: unknown"):
+        check_gate(both, NEW, OLD, results)
+    assert check_gate(both, NEW, OLD, results, parity="off").failures == ("parity: off, must be equal or near",)
+    assert check_gate(both, NEW, OLD, results, parity="near").failures == ()
     path = tmp_path / "parity.json"
     path.write_text('{"verdict": "equal"}')
     assert read_parity(path) == "equal"
@@ -131,3 +143,8 @@ def test_settings_that_make_no_release_are_refused(tmp_path: Path, lines: str, s
     with pytest.raises(ConfigError) as caught:
         read_settings(path)
     assert said in str(caught.value)
+
+
+def test_a_result_of_the_same_weights_counts_whichever_start_of_the_learner_published_them() -> None:
+    again = str(NEW).replace(NEW.incarnation, "f" * 8)
+    assert checked(played(NEW, 300, version=again), played(OLD, 300)).failures == ()

@@ -55,6 +55,12 @@ def test_a_version_is_found_by_step_or_prefix_and_the_lineage_comes_first(store:
     assert "v00000" in caught.value.hint
 
 
+def test_of_several_versions_with_the_same_weights_the_newest_is_found(store: MemoryStore, policy: Policy) -> None:
+    Channel(store, incarnation="cccccccc").publish(policy(7), step=2, parent=find(store, "1").version, rollout_ids=[])
+    assert find(store, "2").version.incarnation == "cccccccc"
+    assert find(store, "v000002-b").version.incarnation == "bbbbbbbb"
+
+
 def test_a_diff_counts_changes_by_tensor(store: MemoryStore) -> None:
     rows = {row.name: row for row in diff(store, "0", "1")}
     assert 600 < rows["embed"].num_changed < 1000

@@ -36,7 +36,7 @@ __all__ = [
 
 
 class NoVersion(WeightsError, InputError):
-    """Raised for a text that matches no version of a channel, or several."""
+    """Raised for a text that matches no version of a channel, or several with different weights."""
 
 
 @dataclass(frozen=True)
@@ -222,9 +222,9 @@ def find(store: BlobStore, version: str, name: str = "policy") -> Manifest:
     """Find a version of a channel by its step ("3", "v000003") or by a longer prefix of its name.
 
     The search is in three stages: the training history of the newest version; then all versions that were published
-    before it; then all stored manifests, some of which are newer after a rollback. Raises `NoVersion` if no version
-    matches or several do; its hint has the nearest names. Raises `WeightsError` if older versions cannot be read
-    because of damage.
+    before it; then all stored manifests, some of which are newer after a rollback. Of several versions with the same
+    weights it returns the newest. Raises `NoVersion` if no version matches, or several with different weights do; its
+    hint has the nearest names. Raises `WeightsError` if older versions cannot be read because of damage.
     """
     trained, _ = history.readable(store, name)
     require_pointer(store, name)
@@ -257,15 +257,19 @@ def names_version(text: str) -> bool:
 
 
 def _named(manifests: Iterable[Manifest], version: str, prefix: str, name: str) -> Manifest | None:
-    """Return the version whose name begins with `prefix`; None if there is none. Raises `NoVersion` for several."""
-    fitting = {str(m.version): m for m in manifests if str(m.version).startswith(prefix)}
-    if len(fitting) > 1:
+    """Return the version whose name begins with `prefix`; None if there is none.
+
+    Of several with the same weights, which a restarted learner published again, it is the newest. Raises `NoVersion`
+    for several with different weights."""
+    ordered = sorted(manifests, key=lambda m: (m.generation, m.serial))
+    fitting = {str(m.version): m for m in ordered if str(m.version).startswith(prefix)}
+    if len({m.version.digest for m in fitting.values()}) > 1:
         raise NoVersion(
             f"{version!r} matches {len(fitting)} versions of channel {name!r}",
             ", ".join([*fitting][-8:]),
             hint="give the full name of one of them",
         )
-    return next(iter(fitting.values()), None)
+    return next(reversed(fitting.values()), None)
 
 
 def diff(store: BlobStore, a: str, b: str, name: str = "policy") -> list[DiffRow]:
