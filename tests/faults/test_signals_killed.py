@@ -32,7 +32,7 @@ async def main():
     policy = StreamingPolicy(ScriptedEngine([[*chat.encode("a").tolist(), chat.end_id]] * 100, context_tokens=512))
     model = ServedModel(policy, chat, name="small", context_tokens=512, config=config)
     privacy = Path(sys.argv[2]) if sys.argv[2] else None
-    app = create_app([model], config=config, feedback=FeedbackWriter(Path(sys.argv[1]), privacy=privacy))
+    app = create_app([model], config=config, feedback=FeedbackWriter(Path(sys.argv[1]), privacy=privacy, cap=10**6))
     async with serving(app, config=config) as url:
         print(url, flush=True)
         await asyncio.Event().wait()

@@ -159,4 +159,4 @@ def test_adoptions_and_trouble_are_events(tmp_path: Path) -> None:
     assert adopt["kind"] == "engine.adopt"
     assert {"step", "version", "fetch_s", "pause_s", "num_running"} <= adopt.keys()
     assert trouble["kind"] == "engine.trouble"
-    assert "of another architecture" in trouble["reason"]
+    assert "publish a version of the engine's architecture" in trouble["reason"]
