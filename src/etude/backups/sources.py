@@ -109,6 +109,13 @@ def copy_privacy(writer: BackupWriter, folder: Path, name: str, *, with_keys: bo
     ]
 
 
+def keys_of_signals(path: Path) -> Path | None:
+    """Return the folder with the secret of a file of signals (`etude.signals`), which is beside the file, or beside
+    what the file links to; None for any other file."""
+    folders = [one.with_name(f"{one.name}.keys") for one in (path, path.resolve())]
+    return next((folder for folder in folders if (folder / "secret").is_file()), None)
+
+
 def read_pointers(folder: Path) -> dict[str, bytes]:
     """Read all pointers of a store of weights in a directory, by key. Raises `OriginalChanged`."""
     tops = [folder / top for top in POINTERS if (folder / top).is_dir()]

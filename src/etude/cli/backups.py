@@ -11,7 +11,7 @@ from pathlib import Path
 from etude.backups import BackupWriter, check_backup, kind_of, read_manifest
 from etude.backups import restore as write_back
 from etude.backups.manifest import MANIFEST, BackupSource
-from etude.backups.sources import files_below
+from etude.backups.sources import files_below, keys_of_signals
 from etude.backups.writer import backups_in, delete_oldest_backups
 from etude.cli.locations import RUNS
 from etude.cli.progress import ProgressBar
@@ -25,7 +25,7 @@ def backup(args: argparse.Namespace) -> int:
     Returns 0, or 1 when an original differs from its own checksum; the backup is made in any case."""
     from etude.loop.backup import back_up
 
-    sources = _named(args.sources)
+    sources = _named(args.sources, with_keys=args.with_keys)
     for path in sources.values():
         if args.destination.absolute().resolve().is_relative_to(path.resolve()):
             hint = "give a folder elsewhere, best on another disk"
@@ -86,8 +86,9 @@ def restore(args: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def _named(texts: Sequence[str]) -> dict[str, Path]:
-    """The sources by their names in the backup. Raises `InputError`."""
+def _named(texts: Sequence[str], *, with_keys: bool) -> dict[str, Path]:
+    """The sources by their names in the backup; with the folders of keys of files of signals, if `with_keys`. Raises
+    `InputError`."""
     found = dict[str, Path]()
     for text in texts:
         if "://" in text:
@@ -100,9 +101,16 @@ def _named(texts: Sequence[str]) -> dict[str, Path]:
         if not path.exists() and (RUNS / path).exists():
             path = RUNS / path
         kind_of(path)
-        name = path.resolve().name
-        if name in found or name == MANIFEST or name.startswith("."):
-            hint = "give each its own name, for example by a symbolic link"
-            raise InputError(f"{path} cannot be called {name!r} in the backup", "the name is taken", hint=hint)
-        found[name] = path
+        _add(found, path.resolve().name, path)
+    for name, path in [*found.items()] if with_keys else []:
+        keys, name_of_keys = keys_of_signals(path) if path.is_file() else None, f"{name}.keys"
+        if keys is not None and not (name_of_keys in found and found[name_of_keys].samefile(keys)):
+            _add(found, name_of_keys, keys)
     return found
+
+
+def _add(found: dict[str, Path], name: str, path: Path) -> None:
+    if name in found or name == MANIFEST or name.startswith("."):
+        hint = "give each its own name, for example by a symbolic link"
+        raise InputError(f"{path} cannot be called {name!r} in the backup", "the name is taken", hint=hint)
+    found[name] = path

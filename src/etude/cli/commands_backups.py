@@ -19,7 +19,7 @@ def add_backup_commands(commands: Commands[Parser]) -> None:
     backup.add_argument(
         "--with-keys",
         action="store_true",
-        help="also copy the keys of privacy folders; erasures then do not hold in this backup",
+        help="also copy the keys of privacy folders and files of signals; erasures then do not hold in this backup",
     )
     restore = add(commands, "restore", "backups:restore", "verify a backup and write it to a new folder")
     restore.add_argument("backup", type=Path, metavar="BACKUP", help="a backup, or a folder of backups: its newest")

@@ -39,9 +39,9 @@ def import_signals(args: argparse.Namespace) -> int:
                 except SignalRefused as error:
                     errors[number] = error
             results = file.add([Sent(one.organisation, one.user, [one]) for _, one in parsed])
-            for (number, _), result in zip(parsed, results, strict=True):
+            for (number, one), result in zip(parsed, results, strict=True):
                 if isinstance(result, SignalRefused):
-                    errors[number] = result
+                    errors[number] = _of_line(result, one)
                 else:
                     done.update(receipt.status.value for receipt in result)
             for number, refusal in sorted(errors.items()):
@@ -51,6 +51,17 @@ def import_signals(args: argparse.Namespace) -> int:
     counts = ", ".join(f"{number} {name}" for name, number in sorted(done.items()))
     print(f"{done.total()} signals: {counts or 'none'}; {refused} lines refused")
     return Exit.FAILED if refused else Exit.DONE
+
+
+def _of_line(refusal: SignalRefused, signal: ImportedSignal) -> SignalRefused:
+    """Return a refusal as one about a line of a file, which has fields in place of the key and header of a request."""
+    if refusal.reason != "unknown":
+        return refusal
+    what = f"no answer {signal.response_id[:100]!r} was given to this organisation and user"
+    facts = f"the line's organisation is {signal.organisation[:100]!r} and its user {signal.user[:100]!r}"
+    hint = 'set the fields organisation (name of the API key; by default "local") and user (by default "") of the line'
+    hint += " to those of the answer's request, and response_id to its unchanged id"
+    return SignalRefused(what, facts, hint=hint, reason=refusal.reason, param=refusal.param)
 
 
 def _batches(path: Path) -> Iterator[Sequence[tuple[int, bytes]]]:

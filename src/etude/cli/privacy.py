@@ -51,7 +51,8 @@ def set_level(args: argparse.Namespace) -> int:
 
 
 def erase(args: argparse.Namespace) -> int:
-    """Erase a subject, and print which records, rollouts, batches and versions hold its data.
+    """Erase a subject, and print which records, rollouts, batches and versions hold its data. Warns if nothing was
+    known of the subject.
 
     Returns 0, or 1 if the ledger and the traces of a run disagree about the rollouts with its data, or a file of
     signals is missing."""
@@ -60,6 +61,10 @@ def erase(args: argparse.Namespace) -> int:
     with _open(args.folder) as folder:
         done = folder.erase(subject)
     print(f"erased {subject}: {done.num_keys} keys destroyed, {len(done.records)} records deleted; its level is off")
+    if not done.found:
+        what = f"nothing was found for {subject}: no level of its own, no key, no record and no signal"
+        hint = "check the name; etude privacy show lists the organisations"
+        print(f"warning: {what}\n  hint: {hint}", file=sys.stderr)
     for path, number in done.attached.items():
         print(f"{path}: {number} signals deleted")
     for path in done.missing:

@@ -25,6 +25,7 @@ from etude.backups.sources import (
     copy_privacy,
     copy_store,
     files_below,
+    keys_of_signals,
     kind_of,
     read_pointers,
     release_states,
@@ -55,6 +56,9 @@ def back_up(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Copy sources, by their names in the backup. Returns (what is left out, what is damaged), a sentence each.
 
+    `with_keys`: also the keys of privacy folders. The folder of keys of a file of signals is a source of its own, named
+    as the file with ".keys" appended.
+
     Raises `BackupError` if a run changed so fast that no pass was consistent."""
     changed = ""
     for number in range(PASSES):
@@ -66,6 +70,8 @@ def back_up(
         try:
             for name, path in files.items():
                 copy_any(writer, path, name)
+                if (keys := keys_of_signals(path)) is not None:
+                    left_out.append(_told_of_signals(name, keys, in_backup=f"{name}.keys" in sources))
             for name, path in sources.items():
                 if name not in files:
                     _copy(writer, path, name, left_out, damaged, with_keys=with_keys, strict=number < STRICT)
@@ -78,6 +84,16 @@ def back_up(
         changed = f"{moved[0]} has another state of a release"
     hint = "back up when the run writes fewer checkpoints, or raise rl.checkpoint_every"
     raise BackupError(f"no consistent copy after {PASSES} passes", f"the last time: {changed}", hint=hint)
+
+
+def _told_of_signals(name: str, keys: Path, *, in_backup: bool) -> str:
+    """What must be known of a file of signals when it is restored."""
+    if in_backup:
+        return f"{name}: subjects that were erased later must be erased again, since the backup has their signals"
+    return (
+        f"{name}: without its keys; put {keys.absolute()} beside it after a restore, as {name}.keys, and erase again"
+        " the subjects that were erased since the backup"
+    )
 
 
 def _copy(

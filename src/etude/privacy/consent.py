@@ -138,6 +138,15 @@ class ConsentStore:
         levels = [self.level_of(names, at=at), self.level_of(names)]
         return min(levels if changed is None else [*levels, Level(changed)])
 
+    def has_levels(self, names: SubjectDigests) -> bool:
+        """Return whether a level was ever set for a subject, given by its digests; for an organisation: for itself or
+        one of its users."""
+        column, value = ("organisation", names.organisation) if names.is_organisation else ("subject", names.subject)
+        with reported(self._path):
+            return (
+                self._db.execute(f"SELECT 1 FROM changes WHERE {column} = ? LIMIT 1", (value,)).fetchone() is not None
+            )
+
     def chosen(self, subject: Subject) -> Level | None:
         """Return the level that was set for this subject itself; None if no level was set."""
         with reported(self._path):

@@ -23,13 +23,16 @@ class Erasure(msgspec.Struct, frozen=True, kw_only=True):
     - `rollouts`: the ids of all rollouts that were made from records of the subject, including records that were
       deleted earlier.
     - `attached`: the number of rows that were deleted from each attached file, such as a file of signals.
-    - `missing`: attached files that do not exist any more, so that their rows were not deleted."""
+    - `missing`: attached files that do not exist any more, so that their rows were not deleted.
+    - `found`: whether anything was known of the subject before: a level that was set, a key, a record, a rollout or a
+      row of an attached file. False for a misspelt name."""
 
     num_keys: int
     records: list[Captured]
     rollouts: list[str]
     attached: dict[Path, int]
     missing: list[Path]
+    found: bool
 
 
 class PrivacyFolder:
@@ -67,9 +70,10 @@ class PrivacyFolder:
         process uses the keys for too long, and `PrivacyError` for a file that cannot be used."""
         names = self.keys.names(subject)
         with self.keys.lock():
+            known = self.consent.has_levels(names)
             num_keys = self.keys.destroy(names)
             self.consent.set_named(names, Level.OFF, name="" if subject.user else subject.organisation)
-            found = self.records.of(names)
+            records = self.records.of(names)
             self.records.delete(names, num_keys=num_keys)
             attached, missing = dict[Path, int](), list[Path]()
             for path, table in self.records.attached():
@@ -77,12 +81,14 @@ class PrivacyFolder:
                     attached[path] = attached.get(path, 0) + delete_subject(path, table, names)
                 else:
                     missing.append(path)
+        rollouts = self.records.rollouts_of(names)
         return Erasure(
             num_keys=num_keys,
-            records=found,
-            rollouts=self.records.rollouts_of(names),
+            records=records,
+            rollouts=rollouts,
             attached=attached,
             missing=missing,
+            found=bool(known or num_keys or records or rollouts or any(attached.values())),
         )
 
     def close(self) -> None:

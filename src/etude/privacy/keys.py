@@ -34,17 +34,18 @@ class KeyStore:
     """The folder with one encryption key per subject. It also has a random secret, from which the names of the key
     files are computed (`names`).
 
-    With `create`, a missing folder or secret is created. Otherwise a missing secret raises `PrivacyError`: with a new
-    secret, the data of all subjects could no longer be found."""
+    With `create`, a missing folder or secret is created. Otherwise nothing is created, and a missing secret raises
+    `PrivacyError`: with a new secret, the data of all subjects could no longer be found."""
 
     def __init__(self, folder: Path, *, create: bool = True) -> None:
         self.folder = folder
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = folder / "secret"
         if not path.exists():
             if not create:
-                hint = "restore the folder of keys from where it was moved to; without it no subject can be found"
-                raise PrivacyError(f"{path} is missing", "the names of all keys are computed with it", hint=hint)
+                facts = "digests of subjects and ids of responses are computed with it"
+                hint = f"copy the original's folder of keys to {folder}: etude backup leaves it out without --with-keys"
+                raise PrivacyError(f"{path} is missing", facts, hint=hint)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _create(path, secrets.token_bytes(32))
         self._secret = path.read_bytes()
         if len(self._secret) != 32:

@@ -124,9 +124,8 @@ def unseal(captured: Captured, data: bytes, key: Key | None) -> Content:
 
     if key is None or key.id != captured.key_id:
         what = f"the record {captured.record_id} cannot be read"
-        raise SubjectErased(
-            what, "the key of its subject was destroyed", hint="the subject was erased: the record cannot be recovered"
-        )
+        hint = "the subject was erased, and the record cannot be recovered; erase the subject again to delete it"
+        raise SubjectErased(what, "the key of its subject was destroyed", hint=hint)
     hint = "delete it by erasing the subject, or restore the file from a backup"
     what = f"the record {captured.record_id} is damaged"
     try:

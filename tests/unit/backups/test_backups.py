@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import sqlite3
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,8 @@ from hypothesis import strategies as st
 from tests.served_answers import served_answer
 from tests.small_disk import fill, small_disk
 from tests.unit.releases.played import published
+from tests.unit.signals.given import add
+from tests.unit.signals.given import given as about
 
 from etude import cli
 from etude.backups import check_backup, read_manifest, restore
@@ -25,6 +29,7 @@ from etude.backups.manifest import MANIFEST, BackupFile, _decode, encode_manifes
 from etude.backups.writer import BackupWriter, backups_in
 from etude.errors import BackupError, Exit, PrivacyError
 from etude.privacy import CaptureWriter, Level, PrivacyFolder, Subject
+from etude.signals import FeedbackFile
 from etude.stores import DirectoryStore
 from etude.weights.chain.history import head
 from etude.weights.chain.inspect import verify
@@ -126,7 +131,7 @@ def test_an_erasure_holds_against_backups_since_they_have_no_keys(tmp_path: Path
     [place] = backups_in(backups)
     assert not (place / "privacy" / "keys").exists()
     restore(place, tmp_path / "again")
-    with pytest.raises(PrivacyError, match="the names of all keys are computed with it"):
+    with pytest.raises(PrivacyError, match="secret is missing: digests of subjects"):
         PrivacyFolder(tmp_path / "again" / "privacy")
     with PrivacyFolder(live) as folder:
         folder.erase(BOB)
@@ -151,6 +156,118 @@ def test_keys_are_in_a_backup_only_where_that_is_asked_for(
         0o700,
         0o600,
     )
+
+
+def with_signal(folder: Path) -> None:
+    """Give bob of acme an answer, and store a signal about it."""
+    with (
+        PrivacyFolder(folder / "privacy") as privacy,
+        FeedbackFile(folder / "feedback.sqlite", privacy=privacy, create=True) as file,
+    ):
+        add(file, about(file.ids.new("acme", "bob", "m")))
+
+
+def test_keys_of_signals_are_left_out_of_a_backup_which_says_so(
+    tmp_path: Path, backups: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    captured(tmp_path / "privacy")
+    with_signal(tmp_path)
+    back_up(tmp_path / "feedback.sqlite", backups)
+    told = capsys.readouterr().out
+    assert f"not in it: feedback.sqlite: without its keys; put {tmp_path / 'feedback.sqlite.keys'} beside it" in told
+    [place] = backups_in(backups)
+    assert [one.path for one in read_manifest(place).files] == ["feedback.sqlite"]
+
+
+def test_keys_of_signals_are_in_a_backup_where_that_is_asked_for(
+    tmp_path: Path, backups: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    captured(tmp_path / "privacy")
+    with_signal(tmp_path)
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / "f").symlink_to(tmp_path / "feedback.sqlite")
+    file, keys = tmp_path / "feedback.sqlite", tmp_path / "feedback.sqlite.keys"
+    ways: list[tuple[list[Path], list[str]]] = [
+        ([file], ["--with-keys"]),
+        ([file, keys], []),
+        ([file, keys], ["--with-keys"]),
+        ([tmp_path / "link" / "f"], ["--with-keys"]),
+    ]
+    for sources, options in ways:
+        back_up(*sources, backups, *options)
+        told = capsys.readouterr().out
+        assert "without its keys" not in told
+        assert "feedback.sqlite: subjects that were erased later must be erased again" in told
+    for number, place in enumerate(backups_in(backups)):
+        assert {one.name for one in read_manifest(place).sources} == {"feedback.sqlite", "feedback.sqlite.keys"}
+        again = tmp_path / f"again-{number}"
+        restore(place, again)
+        assert (again / "feedback.sqlite.keys" / "secret").stat().st_mode & 0o777 == 0o600
+        with (
+            PrivacyFolder(tmp_path / "privacy") as privacy,
+            FeedbackFile(again / "feedback.sqlite", privacy=privacy) as restored,
+        ):
+            assert [one.name for one in restored.signals()] == ["kept"]
+    assert len(backups_in(backups)) == len(ways)
+
+
+def test_another_folder_under_the_name_of_the_keys_is_refused(
+    tmp_path: Path, backups: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    captured(tmp_path / "privacy")
+    with_signal(tmp_path)
+    other = tmp_path / "other" / "feedback.sqlite.keys"
+    other.mkdir(parents=True)
+    (other / "secret").write_bytes(b"another")
+    back_up(tmp_path / "feedback.sqlite", other, backups, "--with-keys", code=Exit.BAD_INPUT)
+    assert "the name is taken" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["no folder of keys", "an empty folder of keys"])
+@pytest.mark.parametrize("guide", ["operations", "feedback"])
+def test_a_command_without_keys_creates_nothing_and_the_commands_of_the_guides_put_them_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], guide: str, begun: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    captured(tmp_path / "privacy")
+    with_signal(tmp_path)
+    back_up("privacy", "feedback.sqlite", "backups")
+    assert cli.main(["restore", "backups", "restored"]) == 0
+    Path("signals.jsonl").write_text("{}")
+    files = sorted(Path("restored").rglob("*"))
+    of_signals = ["--file", "restored/feedback.sqlite"]
+    for words in (
+        ["privacy", "export", "acme/bob", "--folder", "restored/privacy"],
+        ["feedback", "import", "signals.jsonl", *of_signals],
+        ["feedback", "show", *of_signals],
+    ):
+        capsys.readouterr()
+        assert cli.main(words) == Exit.FAILED
+        told = capsys.readouterr().err
+        assert "keys/secret is missing" in told
+        assert "copy the original's folder of keys to restored/" in told
+        assert sorted(Path("restored").rglob("*")) == files, words
+    if begun:
+        for one in ("privacy/keys", "feedback.sqlite.keys"):
+            Path("restored", one).mkdir()
+    text = (Path(__file__).parents[3] / "docs" / "guides" / f"{guide}.md").read_text().replace("/srv/etude/", "")
+    lines = text.replace("/srv/restored", "restored").splitlines()
+    commands = [
+        shlex.split(line, comments=True) for line in lines if line.startswith(("cp -a ", "etude feedback show "))
+    ]
+    commands = [words for words in commands if any("restored" in word for word in words)]
+    assert [words[0] for words in commands] == ["cp", "cp", "etude"]
+    for words in commands:
+        if words[0] == "cp":
+            subprocess.run(words, check=True, timeout=60)
+        else:
+            assert cli.main(words[1:]) == 0
+    for one in ("privacy/keys", "feedback.sqlite.keys"):
+        originals = sorted(path.relative_to(one) for path in Path(one).rglob("*"))
+        assert sorted(path.relative_to(f"restored/{one}") for path in Path("restored", one).rglob("*")) == originals
+    capsys.readouterr()
+    assert cli.main(["privacy", "erase", "acme/bob", "--folder", "restored/privacy"]) == 0
+    assert "restored/feedback.sqlite: 1 signals deleted" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("damage", ["changed", "shorter", "missing", "manifest cut", "manifest gone"])

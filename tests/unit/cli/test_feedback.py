@@ -72,6 +72,19 @@ def test_a_file_is_imported_once_however_often_and_its_bad_lines_are_told(
     assert "rated" in capsys.readouterr().out
 
 
+def test_a_line_without_organisation_and_user_is_refused_with_the_names_of_these_fields(
+    feedback: Feedback, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [bob] = made("bob")
+    write({"id": "1", "response_id": bob, "name": "kept", "value": True}, line(bob, "eve", "1"))
+    assert feedback("import", "signals.jsonl") == Exit.FAILED
+    told = capsys.readouterr().err
+    assert "the line's organisation is 'local' and its user ''" in told
+    assert "the line's organisation is 'acme' and its user 'eve'" in told
+    assert told.count("hint: set the fields organisation (name of the API key") == 2
+    assert "header" not in told
+
+
 def test_a_subject_is_erased_from_a_file_without_a_privacy_folder(
     feedback: Feedback, capsys: pytest.CaptureFixture[str]
 ) -> None:

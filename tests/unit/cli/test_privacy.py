@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -8,7 +9,7 @@ from tests.served_answers import served_answer
 
 from etude import cli
 from etude.errors import Exit
-from etude.privacy import CaptureWriter, PrivacyFolder, Subject
+from etude.privacy import CaptureWriter, Level, PrivacyFolder, Subject
 
 SECRET = "mail bob@example.org, password=correct-horse"
 
@@ -100,6 +101,42 @@ def test_erasing_and_expiring(privacy, capsys):
     assert capsys.readouterr().out == "0 records deleted\n"
 
 
+def test_erasing_an_unknown_name_warns_and_sets_it_to_off(privacy, capsys, tmp_path):
+    privacy("set", "acme", "train")
+    privacy("set", "acme/eve", "metrics")
+    privacy("set", "globex/ann", "off")  # an organisation of which only a user has a level
+    capture(served_answer("bob"))
+    capsys.readouterr()
+    for subject in ("acme/bob", "acme/eve", "acme", "globex"):
+        assert privacy("erase", subject) == 0
+        assert capsys.readouterr().err == "", subject
+    for subject in ("acme/nosuch", "nosuch"):
+        assert privacy("erase", subject) == 0
+        told = capsys.readouterr()
+        assert f"warning: nothing was found for {subject}: " in told.err
+        assert "hint: check the name" in told.err
+        assert "its level is off" in told.out
+        with PrivacyFolder(tmp_path / "privacy") as folder:
+            assert folder.consent.chosen(Subject.parse(subject)) is Level.OFF
+
+
+def test_a_record_whose_subject_was_erased_is_told_in_full(privacy, capsys, tmp_path):
+    privacy("set", "acme", "train")
+    capture(served_answer("bob"))
+    assert cli.main(["backup", "privacy", "backups"]) == 0
+    assert privacy("erase", "acme/bob") == 0
+    assert cli.main(["restore", "backups", "restored"]) == 0
+    shutil.copytree(tmp_path / "privacy" / "keys", tmp_path / "restored" / "privacy" / "keys")
+    capsys.readouterr()
+    assert privacy("export", "acme/bob", "--folder", "restored/privacy") == Exit.FAILED
+    told = capsys.readouterr().err
+    assert re.fullmatch(
+        "error: the record [0-9a-f]{32} cannot be read: the key of its subject was destroyed\n"
+        "  hint: the subject was erased, and the record cannot be recovered; erase the subject again to delete it\n",
+        told,
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -128,4 +165,5 @@ def test_without_the_folder_of_keys_nothing_is_done(privacy, capsys, tmp_path):
     shutil.rmtree(tmp_path / "privacy" / "keys")
     assert privacy("erase", "acme") == Exit.FAILED
     assert "secret is missing" in capsys.readouterr().err
+    assert not (tmp_path / "privacy" / "keys").exists()
     assert Subject.parse("acme").user == ""

@@ -238,8 +238,9 @@ def test_a_file_with_another_secret_or_privacy_folder_is_refused(tmp_path: Path)
     shutil.move(tmp_path / "f.sqlite.keys", tmp_path / "away")
     with pytest.raises(PrivacyError, match="is missing"):
         opened(path)
+    assert not (tmp_path / "f.sqlite.keys").exists()
     opened(tmp_path / "g.sqlite").close()
-    shutil.copytree(tmp_path / "g.sqlite.keys", tmp_path / "f.sqlite.keys", dirs_exist_ok=True)
+    shutil.copytree(tmp_path / "g.sqlite.keys", tmp_path / "f.sqlite.keys")
     with pytest.raises(PrivacyError, match="other keys"):
         opened(path)
 
