@@ -85,13 +85,28 @@ def copy_any(writer: BackupWriter, original: Path, path: str) -> None:
         writer.copy(original, path)
 
 
-def copy_folder(writer: BackupWriter, folder: Path, name: str) -> None:
-    """Copy all files of a folder. Files that are deleted meanwhile are left out."""
-    for path in files_below(folder, hidden=True):
+def copy_folder(writer: BackupWriter, folder: Path, name: str, *, with_keys: bool) -> list[str]:
+    """Copy all files of a folder, without folders of keys of captured records and signals unless `with_keys`. Files
+    that are deleted meanwhile are left out. Returns what must be known of it when it is restored."""
+    paths = list(files_below(folder, hidden=True))
+    keys = {str(Path(path).parent) for path in paths if not with_keys and _is_secret(path)}
+    for path in paths:
+        if any(str(parent) in keys for parent in Path(path).parents):
+            continue
         try:
             copy_any(writer, folder / path, f"{name}/{path}")
         except OriginalChanged:
             writer.drop(f"{name}/{path}")
+    return [
+        f"{name}: without the keys in {folder.absolute() / one}; put them in their place after a restore"
+        for one in sorted(keys)
+    ]
+
+
+def _is_secret(path: str) -> bool:
+    """Return whether a path is that of the secret of a folder of keys."""
+    *_, folder, file = ("", *Path(path).parts)
+    return file == "secret" and (folder == _KEYS or folder.endswith(f".{_KEYS}"))
 
 
 def copy_privacy(writer: BackupWriter, folder: Path, name: str, *, with_keys: bool) -> list[str]:

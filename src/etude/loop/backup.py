@@ -114,7 +114,7 @@ def _copy(
         case Kind.STORE:
             damaged += copy_store(writer, path, name)
         case _:
-            copy_folder(writer, path, name)
+            left_out += copy_folder(writer, path, name, with_keys=with_keys)
 
 
 class _RunCopy:

@@ -179,6 +179,23 @@ def test_keys_of_signals_are_left_out_of_a_backup_which_says_so(
     assert [one.path for one in read_manifest(place).files] == ["feedback.sqlite"]
 
 
+@pytest.mark.parametrize("with_keys", [False, True])
+def test_a_folder_with_keys_somewhere_in_it_is_copied_without_them_unless_they_are_asked_for(
+    tmp_path: Path, backups: Path, capsys: pytest.CaptureFixture[str], with_keys: bool
+) -> None:
+    captured(tmp_path / "all" / "privacy")
+    with_signal(tmp_path / "all")
+    back_up(tmp_path / "all", backups, *(["--with-keys"] if with_keys else []))
+    told = capsys.readouterr().out
+    [place] = backups_in(backups)
+    found = {one.path for one in read_manifest(place).files}
+    assert "all/privacy/consent.sqlite" in found
+    for folder in ("privacy/keys", "feedback.sqlite.keys"):
+        assert (f"all/{folder}/secret" in found) is with_keys
+        assert any(one.startswith(f"all/{folder}/") for one in found) is with_keys
+        assert (f"without the keys in {tmp_path / 'all' / folder}" in told) is not with_keys
+
+
 def test_keys_of_signals_are_in_a_backup_where_that_is_asked_for(
     tmp_path: Path, backups: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
