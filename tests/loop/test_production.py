@@ -48,7 +48,7 @@ class Product:
     """A finished run, its privacy folder and the signals of its users."""
 
     def __init__(self, path: Path, game: Any) -> None:
-        self.run = PlayedRun.create(path / "r", game, "rl.steps=2", "evals.every=50", "experience.max_lag=0")
+        self.run = PlayedRun.create(path / "the-product", game, "rl.steps=2", "evals.every=50", "experience.max_lag=0")
         self.privacy, self.signals, self.number = path / "privacy", Signals(), 0
         with PrivacyFolder(self.privacy) as folder:
             folder.consent.set(ACME, Level.TRAIN)
@@ -123,6 +123,21 @@ def test_a_run_learns_from_signals_replays_to_the_bit_and_trains_on_no_episode_t
     product.run.assert_sound(4)
     replayed = replay_step(product.run.folder, 4)
     assert replayed.equal
+
+
+def test_two_runs_learn_from_one_privacy_folder_each_from_all_of_it(
+    finished: Callable[[Path], Product], tmp_path: Path
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    one, two = finished(tmp_path / "one"), finished(tmp_path / "two")
+    two.privacy, two.signals = one.privacy, one.signals
+    one.serve(["bob", "eve", "ann", "joe"], [1.0, 0.0, 1.0, 0.0])
+    for product in (one, two):
+        assert [step for step, _, _ in asyncio.run(product.learn(1))] == [3]
+        with contextlib.closing(product.ledger()) as ledger:
+            states = [row.state for row in ledger.rows() if row.rollout_id.startswith("production-")]
+        assert states == [State.TRAINED] * 4
 
 
 def test_a_step_waits_for_settled_episodes_and_for_no_more_of_one_user_than_its_share(

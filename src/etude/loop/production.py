@@ -17,13 +17,13 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from etude.errors import ConfigError, EtudeError, NotFinite, RunRefused
-from etude.experience import Ledger, plan_batch, step_metrics
+from etude.experience import Group, Ledger, plan_batch, step_metrics
 from etude.experience.admission import Straggler
 from etude.experience.transitions import State
 from etude.loop.config import RunConfig
@@ -116,7 +116,7 @@ class ProductionTrainer:
         self.ledger = Ledger(ledger_location(run), capacity=capacity, log=self._log_ledger)
         self.storage = SerialExecutor("storage")  # the one thread that uses the ledger and the privacy folder
         self.composition = Composition(require_submit=False, kl=settings.kl)
-        self.prefix = f"{SOURCE}-{str(run.identity()['run_id'])[:8]}-"
+        self.prefix = f"{SOURCE}-{run.identity()['run_id']}-"  # several runs may learn from one privacy folder
         self.step = 0
         self._learner: Caller | None = None
 
@@ -219,7 +219,7 @@ class ProductionTrainer:
         taken = {record_id for record_id, ids in uses.items() if ids & stored}
         return [one for one in episodes if taken.isdisjoint(one.record_ids)]
 
-    def _move_on(self, found: Sequence[Episode], rated: Sequence[tuple[str, ...]] | Any, now: float) -> None:
+    def _move_on(self, found: Sequence[Episode], rated: Collection[tuple[str, ...]], now: float) -> None:
         """Remember from which time on answers are read: episodes before it were trained on, or settled unrated."""
         open_now = [one for one in found if one.record_ids in rated or one.last_at > now - self.settings.settle_s]
         since = min((one.first_at for one in open_now), default=now - self.settings.settle_s)
@@ -309,7 +309,7 @@ class ProductionTrainer:
         return published.version, facts
 
     @contextlib.asynccontextmanager
-    async def _locked(self) -> Any:
+    async def _locked(self) -> AsyncIterator[None]:
         """Hold the lock of the privacy folder, so that no consent changes."""
         with contextlib.ExitStack() as stack:
             await run_in_thread(lambda: stack.enter_context(self.folder.keys.lock()))
@@ -341,7 +341,7 @@ class ProductionTrainer:
         usable = self.folder.usable({i for ids in records.values() for i in ids}, Level.TRAIN)
         return [i for i in rollout_ids if not records.get(i) or not records[i] <= usable]
 
-    def _plan(self, groups: Sequence[Any], k1: dict[str, float] | None) -> BatchPlan:
+    def _plan(self, groups: Sequence[Group], k1: dict[str, float] | None) -> BatchPlan:
         """Plan the next step: rewards by the terms, and advantages by the baselines of the kinds of work."""
         plan = plan_batch(
             groups,
