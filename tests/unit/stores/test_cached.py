@@ -171,8 +171,9 @@ def test_those_who_wait_for_a_download_that_fails_have_its_error(
     downloading, somebody_waits = threading.Event(), threading.Event()
     sleep = time.sleep
 
-    def noted(seconds: float) -> None:  # who waits for a turn sleeps between looks
-        somebody_waits.set()
+    def noted(seconds: float) -> None:  # who waits for a turn sleeps between looks; others' threads may sleep, too
+        if threading.current_thread().name.startswith("waits"):
+            somebody_waits.set()
         sleep(seconds)
 
     def time_out() -> None:
@@ -182,7 +183,7 @@ def test_those_who_wait_for_a_download_that_fails_have_its_error(
 
     monkeypatch.setattr(time, "sleep", noted)
     far = far_with()
-    with ThreadPoolExecutor() as threads:
+    with ThreadPoolExecutor(thread_name_prefix="waits") as threads:
         leader = threads.submit(CachedStore(far_with(first=time_out), tmp_path).get, KEY)
         assert downloading.wait(30)
         waiter = threads.submit(CachedStore(far, tmp_path).get, KEY)
