@@ -79,7 +79,8 @@ def chrome(profile: Path) -> Iterator[Chrome]:
             try:
                 yield Chrome(client)
             finally:
-                client.delete("")
+                ended = client.delete(f"{base}/session/{made['sessionId']}")  # ends the browser, too
+                assert ended.status_code == 200, ended.text
     finally:
         driver.terminate()
         driver.wait(20)
