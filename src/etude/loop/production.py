@@ -191,7 +191,7 @@ class ProductionTrainer:
     def _ready(self, now: float) -> tuple[list[Episode], list[tuple[Values, float]], str]:
         """Return the episodes of the next step with their signals and rewards, and "" or what is waited for."""
         since = float(self.ledger.recall(SINCE) or 0.0)
-        found = self._free(find_episodes(self.folder, since=since))
+        found = find_episodes(self.folder, since=since, taken=self._taken)
         settled = [one for one in found if one.last_at <= now - self.settings.settle_s]
         valued = dict[tuple[str, ...], tuple[Values, float]]()
         for one in settled:
@@ -211,13 +211,12 @@ class ProductionTrainer:
         why = f"{len(chosen)} of {self.settings.episodes} episodes: {counts}"
         return chosen, [valued[one.record_ids] for one in chosen], why if waits else ""
 
-    def _free(self, episodes: Sequence[Episode]) -> list[Episode]:
-        """Return the episodes of which no rollout in the ledger holds a record."""
-        uses = self.folder.records.uses([i for one in episodes for i in one.record_ids])
+    def _taken(self, record_ids: Collection[str]) -> set[str]:
+        """Return those of these records that a rollout in the ledger holds."""
+        uses = self.folder.records.uses(record_ids)
         mine = {i for ids in uses.values() for i in ids if i.startswith(self.prefix)}
         stored = {row.rollout_id for row in self.ledger.find_rows(mine)} if mine else set[str]()
-        taken = {record_id for record_id, ids in uses.items() if ids & stored}
-        return [one for one in episodes if taken.isdisjoint(one.record_ids)]
+        return {record_id for record_id, ids in uses.items() if ids & stored}
 
     def _move_on(self, found: Sequence[Episode], rated: Collection[tuple[str, ...]], now: float) -> None:
         """Remember from which time on answers are read: episodes before it were trained on, or settled unrated."""

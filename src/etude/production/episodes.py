@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -63,13 +63,21 @@ class Episode(NamedTuple):
         return max(one.at for one in self.records)
 
 
-def find_episodes(folder: PrivacyFolder, *, since: float, limit: int = MAX_RECORDS) -> list[Episode]:
+def find_episodes(
+    folder: PrivacyFolder,
+    *,
+    since: float,
+    limit: int = MAX_RECORDS,
+    taken: Callable[[Collection[str]], Collection[str]] = lambda _: (),
+) -> list[Episode]:
     """Return the episodes of all answers that were served from `since` on (Unix time in s), the oldest first.
 
     Answers are left out whose subject does not allow training now, that were captured under a lower level, or that
-    cannot be read. At most `limit` answers are read, the oldest ones."""
+    cannot be read. At most `limit` answers are read, the oldest ones. `taken`: returns those of these record ids that
+    were trained on; an answer that continues one of them begins an episode of its own."""
     found = folder.records.captured_at(Level.TRAIN, since=since, limit=limit)
     usable = folder.usable([one.record_id for one in found], Level.TRAIN)
+    usable -= set(taken(usable))
     served = list[tuple[Captured, Content]]()
     for captured in found:
         if captured.record_id in usable:

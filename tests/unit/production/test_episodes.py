@@ -70,6 +70,22 @@ def test_answers_that_continue_each_other_are_one_conversation_with_the_tokens_t
     assert len(found(tmp_path)) == 3
 
 
+def test_an_answer_that_continues_one_that_was_trained_on_is_an_episode_with_the_whole_history_before_it(
+    tmp_path: Path,
+) -> None:
+    second = after(FIRST, "one")
+    captured(
+        tmp_path,
+        served_answer("bob", said="one", prompt_ids=FIRST, response_id="a" * 32),
+        served_answer("bob", said="two", prompt_ids=second, response_id="b" * 32),
+    )
+    with PrivacyFolder(tmp_path) as folder:
+        [first] = folder.records.of_response("a" * 32)
+        [left] = find_episodes(folder, since=0.0, taken=lambda _: [first.record_id])
+    assert left.response_ids == ("b" * 32,)
+    assert left.trace.turns[0].prompt_ids.tolist() == second.tolist()
+
+
 def test_only_what_may_be_trained_on_is_in_an_episode(tmp_path: Path) -> None:
     captured(tmp_path, served_answer("bob"), served_answer("eve", response_id="b" * 32))
     assert len(found(tmp_path)) == 2
