@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from tests.served_answers import served_answer
 
+from etude.errors import StoreError
 from etude.loop.locations import weights_store
 from etude.privacy import CaptureWriter, Level, PrivacyFolder, Subject
 from etude.records import Version, VersionSpan
@@ -50,7 +51,8 @@ class Users:
 
     def visit(self, users: Iterable[str]) -> None:
         """One answer for each user, with a signal about it."""
-        writer, release, store = CaptureWriter(self.privacy), self._release(), weights_store(self.run, readonly=True)
+        writer, begun, store = CaptureWriter(self.privacy), self.begun(), weights_store(self.run, readonly=True)
+        release = begun[-1] if begun else None
         for user in users:
             share = 0 if release is None else release.share
             arm = Arm.STABLE if release is None else arm_of(release.salt, user, share)
@@ -82,9 +84,10 @@ class Users:
         """The values of the signals in the file."""
         return [one.value for one in self._file.signals()]
 
-    def _release(self) -> Release | None:
+    def begun(self) -> list[Release]:
+        """All releases; none while the file is being created."""
         if not self.releases.is_file():
-            return None
-        with contextlib.closing(Releases(self.releases, readonly=True)) as releases:
-            found = releases.all()
-        return found[-1] if found else None
+            return []
+        with contextlib.suppress(StoreError), contextlib.closing(Releases(self.releases, readonly=True)) as releases:
+            return releases.all()
+        return []
