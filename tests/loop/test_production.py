@@ -307,7 +307,7 @@ def test_the_commands_of_the_guide_serve_a_run_take_feedback_and_learn_from_it(
     where = ["runs/game", "--privacy", "privacy", "--feedback", "feedback.sqlite", "--settings", "learn.toml"]
     learnt = command("learn", *where, "--steps", "1", "--poll-s", "0.1")
     assert learnt.returncode == 0, learnt.stderr
-    assert "step 2: 8 episodes, mean reward 0.500, v000002" in learnt.stdout
+    assert "window 1: step 2: 8 episodes, mean reward 0.500, v000002" in learnt.stdout
     assert command("ledger", "audit", "runs/game").returncode == 0
     assert command("fsck", "runs/game").returncode == 0
     events = (tmp_path / "runs" / "game" / "events" / "conductor.jsonl").read_text().splitlines()

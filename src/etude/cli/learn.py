@@ -119,8 +119,8 @@ async def _work(windows: Windows, signals: FeedbackSignals, telemetry: Telemetry
         print(line, flush=True)
 
     def on_step(step: int, version: Version, facts: dict[str, Any]) -> None:
-        reward, number = facts["reward_mean"], facts["num_groups"]
-        tell(f"step {step}: {number} episodes, mean reward {reward:.3f}, {version}")
+        reward, number, window = facts["reward_mean"], facts["num_groups"], facts["window"]
+        tell(f"window {window}: step {step}: {number} episodes, mean reward {reward:.3f}, {version}")
         if args.releases is None:
             tell(f"  release it: etude release begin {windows.run.path} {step} --settings FILE")
 

@@ -33,7 +33,7 @@ from etude.records import Version
 from etude.releases import Decision, Outcome, Release, Releases, ReleaseSettings, State
 from etude.releases.pointers import CANARY, STABLE, branch_version
 from etude.releases.releases import RULES
-from etude.releases.states import Transition
+from etude.releases.states import ReleaseRefused, Transition
 from etude.telemetry import Telemetry
 from etude.weights.chain import branches
 from etude.weights.chain.signing import read_signer
@@ -177,7 +177,11 @@ class ProductionLoop:
             if release is not None and release.pending is None and not release.is_open:
                 return f"{release.state}: {(await self._why(release))[-1].reason}"
             if release is not None:
-                await self._advance(window, release)
+                try:
+                    await self._advance(window, release)
+                except ReleaseRefused:  # unless an operator changed the release at the same time
+                    if await self._release_of(window) == release:
+                        raise
             elif (other := await self._open_release()) is not None:
                 await self._wait_for(other)
             elif (stable := await run_in_thread(self._branches)) != window.base:
