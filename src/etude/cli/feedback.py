@@ -114,7 +114,9 @@ def opened_feedback(
 ) -> Iterator[FeedbackFile]:
     """Open a file of signals with its privacy folder: `capture`, or where it was when the file was last used.
 
-    `create`: whether a file that does not exist is created; this needs `capture`. Raises `InputError`, `PrivacyError`."""
+    `create`: whether a file that does not exist is created; this needs `capture`.
+
+    Raises `InputError`, `PrivacyError`."""
     folder = capture or FeedbackFile.privacy_of(path)
     if folder is not None and not (folder / "consent.sqlite").is_file():
         hint = "give the folder of etude serve --capture: --capture DIR"
