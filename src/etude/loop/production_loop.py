@@ -71,7 +71,6 @@ class ProductionLoop:
         self._told: object = None
         prices, folder = self.settings.prices, releases.with_name(f"{releases.name}.evals")
         self._gate = Gate(self.run, folder, prices, lambda line: self._tell(f"gate: {line}"))
-        self._window: Window | None = None
 
     async def close(self) -> None:
         """Close the file of releases. Idempotent."""
@@ -104,7 +103,7 @@ class ProductionLoop:
 
     async def _cycle(self, on_step: OnStep) -> None:
         """Go on with the newest window until its release has ended; if it has, with a new one."""
-        window = self._window = await self.windows.storage(self.windows.newest)
+        window = await self.windows.storage(self.windows.newest)
         if window is None or window.base is None or window.result:
             window = await self._fill(window)
         if window.candidate is None:
