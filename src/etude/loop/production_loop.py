@@ -237,6 +237,9 @@ class ProductionLoop:
             return bool(new)
         last_compared = release.settings.compared_shares[-1]
         promotes = self.settings.undecided is Undecided.PROMOTE and release.share == last_compared
+        if promotes:
+            evidence = (await self._call(lambda releases: releases.look(release, now=now))).evidence
+            promotes = min(one.canary for one in evidence) >= release.settings.subjects
         if promotes or release.share > last_compared:  # all users get it only after it was shown to be better
             reason = f"promoted without a decision: {last.reason}"
             await self._call(lambda releases: releases.promote(self._store, reason=reason, now=now))

@@ -17,7 +17,8 @@ class Undecided(enum.StrEnum):
     """What happens to a canary about which the rules made no decision within `max_s` of its release.
 
     ROLL_BACK: all users get the stable version again. PROMOTE: it is promoted if it has the last share below 100 %,
-    which it has only after its gate and if nothing was shown to be worse; otherwise it is rolled back."""
+    which it has only after its gate and if nothing was shown to be worse, and if `subjects` of its users were compared
+    there; otherwise it is rolled back."""
 
     ROLL_BACK = "roll back"
     PROMOTE = "promote"
