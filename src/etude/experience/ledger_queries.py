@@ -294,7 +294,7 @@ class LedgerQueries:
         return None if data is None else _read(rollout_id, FINISHED, data, Finished)
 
     def rollouts_of_tasks(self, task_ids: Collection[str]) -> list[str]:
-        """Return the ids of the ended rollouts of these tasks, in order of their ids. Reads all records that are stored.
+        """Return the ids of the ended rollouts of these tasks, sorted. Reads all records that are stored.
 
         Raises `LedgerError` for a record that cannot be read."""
         wanted, found = set(task_ids), list[str]()

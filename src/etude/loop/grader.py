@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Mapping
 from etude import progress
 from etude.environments import MachineGrader
 from etude.environments.backends import runtime_from_config
-from etude.harness import ChatFormat
 from etude.errors import TaskWithdrawn
+from etude.harness import ChatFormat
 from etude.loop import child
 from etude.loop.blocked import interrupt_blocking
 from etude.loop.config import open_tasks, read_config

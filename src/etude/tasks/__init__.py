@@ -51,8 +51,8 @@ def open_source(source: str | Plugin, seed: int, *, files: int = 3, functions_pe
 
     `source` is "repair", "following" or "interruption" (generated tasks), "humaneval:PATH" or "swe:PATH" (JSON lines),
     "harbor:PATH" (task folders), "verifiers:NAME", "sessions:DIR" (a privacy folder), a directory of task folders, or a
-    plug-in. Only generated tasks use `seed`, and only "repair" `files` and `functions_per_file`. Raises `NoSource` if there is none, `PluginRefused`, and
-    `TaskError` for a damaged source."""
+    plug-in. Only generated tasks use `seed`, and only "repair" `files` and `functions_per_file`. Raises `NoSource` if
+    there is none, `PluginRefused`, and `TaskError` for a damaged source."""
     source = named(source, SOURCES)
     if isinstance(source, Plugin):
         return PluginSource(source)

@@ -94,9 +94,7 @@ def outcomes(results: Sequence[ImportedSession]) -> list[str]:
 def test_a_session_with_tests_and_one_with_a_check_are_tasks_that_machines_prove(tmp_path: Path) -> None:
     privacy = tmp_path / "privacy"
     capture(privacy, {"a" * 32: "bob", "b" * 32: "eve"})
-    results = imported(
-        privacy, session(tmp_path / "discount", "a" * 32), note(tmp_path / "note", "b" * 32, "paid")
-    )
+    results = imported(privacy, session(tmp_path / "discount", "a" * 32), note(tmp_path / "note", "b" * 32, "paid"))
     assert outcomes(results) == ["task", "task"]
     source = open_source(f"sessions:{privacy}", 0)
     assert isinstance(source, SessionSource)
@@ -275,9 +273,9 @@ def test_session_tasks_cannot_be_canaries(tmp_path: Path) -> None:
 def test_the_command_imports_lists_and_names_what_it_refuses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    opened("namespace", lambda: NamespaceRuntime(spare=0))
     privacy = tmp_path / "privacy"
     capture(privacy, {"a" * 32: "bob"})
+    assert imported(privacy) == []  # skips the test where there are no machines
     good, bad = note(tmp_path / "good", "a" * 32, "paid"), note(tmp_path / "bad", "f" * 32, "paid")
     assert cli.main(["tasks", "sessions", str(good), str(bad), "--privacy", str(privacy)]) == 1
     told = capsys.readouterr().out

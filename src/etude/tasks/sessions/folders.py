@@ -25,7 +25,7 @@ class SessionFile:
     """The content of ``session.toml``.
 
     - `response`: the id of the last response of the session, as the gateway returned it.
-    - `check`: a command that exits with 0 if the files are as the user wanted them. Empty: the test files of ``after/``.
+    - `check`: a command that exits with 0 if the files are as the user wanted them. Empty: the tests in ``after/``.
     - `deadline_s`: the time limit of the command or of one run of the tests, in s."""
 
     response: str = like("chatcmpl-...")

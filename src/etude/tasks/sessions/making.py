@@ -170,7 +170,5 @@ async def _tested(session: Session, instruction: str, runtime: Runtime) -> tuple
         return "it changes no Python outside tests: its check must be a command in session.toml"
     rest = tuple(path for path in session.changed if path not in tests and path not in code)
     trees = Trees(dict(session.before), dict(session.after), tests, code, rest)
-    made = await task_of_trees(
-        trees, instruction, runtime, source=NAME, family=FAMILY, deadline_s=session.deadline_s
-    )
+    made = await task_of_trees(trees, instruction, runtime, source=NAME, family=FAMILY, deadline_s=session.deadline_s)
     return made if isinstance(made, str) else (made.task, made.answer)
