@@ -323,6 +323,7 @@ def _add_dash_command(commands: Commands[Parser]) -> None:
     )
     dash.add_argument("--releases", type=Path, metavar="FILE", help="also show the releases in this file")
     dash.add_argument("--privacy", type=Path, metavar="DIR", help="also show the counts of this folder of consent")
+    dash.add_argument("--feedback", type=Path, metavar="FILE", help="also show the signals in this file, by version")
     dash.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     dash.add_argument("--port", type=port, default=8080, help="port to listen on (default: %(default)s)")
     dash.add_argument("--key", help="key that browsers must send as password (default: $ETUDE_API_KEY, else none)")

@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from etude.errors import CheckpointError
+from etude.errors import CheckpointError, RunRefused
 from etude.file_checksums import SUMS, files_in, verify_files, write_sums
 from etude.harness import ChatFormat
 from etude.models.headers import read_model_config, unused_layers
@@ -71,3 +71,19 @@ def newest_checkpoint(run: RunFolder) -> Path:
     final = run / "checkpoints" / "final"
     steps = sorted((run / "checkpoints").glob("step-*"))
     return final if final.is_dir() else steps[-1] if steps else run / "checkpoints" / "mid"
+
+
+def checkpoint_of(run: RunFolder, version: Version) -> Path:
+    """Return the checkpoint with the weights of a version, and the state of the optimiser after it.
+
+    It may be of another start of the learner that had the same weights at this step. Raises `RunRefused` if the run has
+    no such checkpoint any more, and `CheckpointError` if it is damaged."""
+    path = run / "checkpoints" / f"step-{version.step:06d}"
+    found = checkpoint_version(path)
+    if found is None or (found.step, found.digest) != (version.step, version.digest):
+        raise RunRefused(
+            f"{run.path} has no checkpoint of {version}",
+            f"{path} has {found}" if found else f"{path} does not exist",
+            hint=f"deploy a version with a checkpoint: etude weights point {run.path} STEP --branch stable",
+        )
+    return path

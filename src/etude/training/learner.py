@@ -43,7 +43,7 @@ from etude.training.pair_loss import PairLoss, pair_loss, weighted_tokens_loss
 from etude.training.process_group import SINGLE_PROCESS, ProcessGroup
 from etude.training.reference import Reference
 from etude.training.routes import RouteReplay
-from etude.training.schedule import lr_multiplier
+from etude.training.schedule import rl_lr_multiplier
 from etude.training.trainable import LoadRequest, Trainable
 from etude.weights.chain.publisher import Publisher, Writer
 from etude.weights.tensors import Tensor
@@ -317,9 +317,7 @@ class TorchLearner:
         Raises `NotFinite` for a gradient that is not finite, before anything has changed, and for new weights that are
         not finite: then these can be neither saved nor published."""
         lr = self._lr_share * self.config.lr
-        lr *= lr_multiplier(
-            self.step, self._num_steps, warmup_steps=self.config.warmup_steps, decay_from=0.6, final=0.1
-        )
+        lr *= rl_lr_multiplier(self.step, self._num_steps, warmup_steps=self.config.warmup_steps)
         norm = self.core.step(lr=lr, step=self.step + 1)
         self.step += 1
         heads = {} if self.core.mtp.optimizer is None else {"mtp_loss": self.core.mtp_loss}

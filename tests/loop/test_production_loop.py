@@ -1,0 +1,264 @@
+"""The endless loop with the real ledger, learner, weights, releases and signals; the gate plays no suite."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.played_run import PlayedRun
+from tests.production_users import MODEL, Users
+from tests.unit.releases.played import passed, settings
+
+from etude.cli.learn import FeedbackSignals
+from etude.experience import Ledger
+from etude.experience.transitions import State
+from etude.loop import production_loop
+from etude.loop.locations import weights_store
+from etude.loop.production import NOT_PROMOTED, ProductionTrainer
+from etude.loop.production_loop import ProductionLoop
+from etude.loop.production_windows import WINDOW, Window, Windows
+from etude.privacy import PrivacyFolder
+from etude.production import LearnSettings
+from etude.production.settings import LoopSettings, Undecided
+from etude.records import Version
+from etude.releases import Release, Releases, ReleaseSettings
+from etude.releases import State as ReleaseState
+from etude.releases.pointers import STABLE, branch_version
+from etude.signals import FeedbackFile
+from etude.weights.chain import history
+from etude.weights.chain.branches import point
+
+pytestmark = pytest.mark.timeout(1800)
+NAMES = [f"user-{i}" for i in range(100)]
+WARM_UP, LR, LR_SHARE = 4, 1e-3, 0.2
+
+
+class Here:
+    """A finished run with users, and its loop in this process."""
+
+    def __init__(self, path: Path, game: Any) -> None:
+        sets = ["rl.steps=2", "rl.checkpoint_every=1", "evals.every=50", "experience.max_lag=0"]
+        sets += ['parity.over_budget="report"', f"learner.warmup_steps={WARM_UP}", f"learner.lr={LR}"]
+        self.path, self.played = path, PlayedRun.create(path / MODEL, game, *sets)
+        asyncio.run(self._finish_rl())
+        self.lines, self.steps = list[str](), list[dict[str, Any]]()
+        self.users = Users(self.played.folder, path)
+
+    async def _finish_rl(self) -> None:
+        async with self.played.conductor() as conductor:
+            await conductor.reinforce()
+        self.played.folder.end_phase("rl", wall_s=1.0)
+
+    @property
+    def store(self) -> Any:
+        return weights_store(self.played.folder, readonly=True)
+
+    @property
+    def stable(self) -> Version | None:
+        return branch_version(self.store, "policy", STABLE)
+
+    @contextlib.asynccontextmanager
+    async def loop(self, release: ReleaseSettings, **changed: Any) -> AsyncIterator[ProductionLoop]:
+        of_loop = LoopSettings(release=Path("unused"), **{"steps": 2, **changed.pop("loop", {})})
+        usual = {"outcomes": {"kept": 1.0}, "episodes": 4, "settle_s": 0.0, "max_wait_s": 1e9, "lr_share": LR_SHARE}
+        learn = LearnSettings(**usual | changed, loop=of_loop)
+        run, config = self.played.folder, self.played.config
+        with (
+            PrivacyFolder(self.users.privacy) as folder,
+            FeedbackFile(self.users.feedback, privacy=folder) as file,
+            contextlib.closing(Windows(run, config, learn, folder, FeedbackSignals(file), log=print)) as windows,
+            pytest.MonkeyPatch.context() as patch,
+        ):
+
+            @contextlib.asynccontextmanager
+            async def trainer(windows: Windows, telemetry: Any) -> AsyncIterator[ProductionTrainer]:
+                async with self.played.conductor() as conductor:
+                    conductor.close()  # its ledger: the windows write it
+                    yield ProductionTrainer(windows, telemetry, conductor.processes)
+
+            patch.setattr(production_loop, "trainer_of", trainer)
+            async with self.played.conductor() as conductor:
+                conductor.close()
+                telemetry, outcomes = conductor.telemetry, FeedbackSignals(file).outcomes
+                made = ProductionLoop(
+                    windows, release, telemetry, outcomes, self.users.releases, poll_s=0.05, tell=self.lines.append
+                )
+
+                async def check(release: Release) -> Any:
+                    return passed(release)
+
+                patch.setattr(made._gate, "check", check)
+                try:
+                    yield made
+                finally:
+                    await made.close()
+
+    async def cycles(self, number: int, release: ReleaseSettings, **changed: Any) -> None:
+        """Run the loop, while users come."""
+        async with self.loop(release, **changed) as loop, asyncio.timeout(1500):
+            work = asyncio.create_task(
+                loop.forever(number, on_step=lambda step, version, facts: self.steps.append({"step": step, **facts}))
+            )
+            while not work.done():
+                await asyncio.to_thread(self.users.visit, NAMES)
+                await asyncio.sleep(0.1)
+            await work
+
+    def window(self) -> dict[str, Any]:
+        with contextlib.closing(Ledger.open_readonly(self.played.folder / "ledger.sqlite")) as ledger:
+            found: dict[str, Any] = ledger.recall(WINDOW)
+        return found
+
+
+@pytest.fixture
+def here(tmp_path: Path, game: Any) -> Iterator[Here]:
+    made = Here(tmp_path, game)
+    yield made
+    made.users.close()
+
+
+QUICK: dict[str, Any] = {"shares": (50, 100), "subjects": 5, "share_s": 0.0}
+
+
+def test_the_next_window_goes_on_from_the_promoted_version_and_spends_no_episode_of_a_worse_one_again(
+    here: Here,
+) -> None:
+    begun = branch_version(here.store, "policy", "")
+
+    def kept(version: Version) -> float:
+        """The first candidate is much worse, the others are much better."""
+        if not (found := here.users.begun()):
+            return 0.5
+        better = len(found) > 1
+        return 0.9 if (version.digest == found[-1].candidate.digest) is better else 0.1
+
+    here.users.kept = kept
+    asyncio.run(here.cycles(3, settings(**QUICK)))
+    first, second, third = here.users.begun()
+    assert [one.state for one in (first, second, third)] == [
+        ReleaseState.ROLLED_BACK,
+        ReleaseState.PROMOTED,
+        ReleaseState.PROMOTED,
+    ]
+    assert begun is not None
+    assert first.stable == second.stable == begun
+    assert third.stable == second.candidate
+    assert here.stable == third.candidate
+    lineage = [one.version.digest for one in history.lineage(here.store, "policy")]
+    assert first.candidate.digest not in lineage, "a version that was rolled back is the base of no other"
+    assert [lineage.index(one.digest) for one in (begun, second.candidate, third.candidate)] == sorted(
+        lineage.index(one.digest) for one in (begun, second.candidate, third.candidate)
+    )
+    assert [one["step"] for one in here.steps] == [3, 4, 3, 4, 5, 6]
+    with contextlib.closing(Ledger.open_readonly(here.played.folder / "ledger.sqlite")) as ledger:
+        rows = [row for row in ledger.rows() if row.rollout_id.startswith("production-")]
+    assert [row.state for row in rows[:8]] == [State.QUARANTINED] * 8
+    assert {row.reason for row in rows[:8]} == {NOT_PROMOTED}
+    assert [row.state for row in rows[8:]] == [State.TRAINED] * 16
+    here.played.assert_sound(6)
+    rates = [one["lr"] for one in here.steps]
+    warm = [LR * LR_SHARE * share / WARM_UP for share in (1, 2)]
+    assert rates == pytest.approx(warm * 3), "the warm-up begins again with each promotion"
+    assert all(one["sampled_by"]["other"] <= 0.05 for one in here.steps)
+    assert here.steps[0]["sampled_by"]["deployed"] == 1.0
+
+
+def test_the_rate_of_production_steps_rises_to_its_share_of_the_peak_and_has_no_end(here: Here) -> None:
+    async def rates() -> list[float]:
+        async with here.loop(settings(**QUICK)) as loop:
+            trainer = ProductionTrainer(loop.windows, loop.telemetry, None)  # type: ignore[arg-type]
+            trainer._window = Window(number=1, first=0, per_step=1, base=Version(2, "a", "b"))
+            found = list[float]()
+            for step in (2, 3, 5, 6, 100_000):
+                trainer.step = step
+                scheduled = 0.1 if step >= WARM_UP else 0.1 * (step + 1) / WARM_UP
+                found.append(trainer._lr_share() * scheduled)
+            return found
+
+    shares = [LR_SHARE * one for one in (0.25, 0.5, 1.0, 1.0, 1.0)]
+    assert asyncio.run(rates()) == pytest.approx(shares)
+
+
+@pytest.mark.parametrize(
+    ("undecided", "state"),
+    [(Undecided.PROMOTE, ReleaseState.PROMOTED), (Undecided.ROLL_BACK, ReleaseState.ROLLED_BACK)],
+)
+def test_a_release_without_a_decision_ends_as_the_settings_say(
+    here: Here, undecided: Undecided, state: ReleaseState
+) -> None:
+    _candidate_of_rl(here)
+    asyncio.run(here.cycles(1, settings(**QUICK, max_s=2.0), loop={"undecided": undecided}))
+    [release] = here.users.begun()
+    assert release.state is state
+    assert "without a decision: no decision at 50 %" in here.window()["result"], here.window()
+    assert here.stable == (release.candidate if state is ReleaseState.PROMOTED else release.stable)
+
+
+def test_a_release_that_an_operator_holds_waits_for_the_operator(here: Here) -> None:
+    _candidate_of_rl(here)
+
+    async def main() -> None:
+        async with here.loop(settings(**QUICK, max_s=3600.0), loop={"undecided": Undecided.PROMOTE}) as loop:
+            work = asyncio.create_task(loop.forever(1, on_step=lambda *_: None))
+            async with asyncio.timeout(600):
+                while not any("canary at 50 %" in line for line in here.lines):  # noqa: ASYNC110  the loop tells it
+                    await asyncio.sleep(0.02)
+                _with_releases(here, lambda one: one.hold(reason="on call", now=time.time()))
+                while not any("waiting for etude release resume" in line for line in here.lines):
+                    assert not work.done(), here.lines
+                    await asyncio.sleep(0.02)
+                _with_releases(
+                    here, lambda one: one.rollback(weights_store(here.played.folder), reason="no", now=time.time())
+                )
+                await work
+
+    asyncio.run(main())
+    assert here.window()["result"] == "rolled back: no"
+
+
+def test_the_kl_penalty_follows_the_deployed_version(here: Here) -> None:
+    asked = list[int]()
+
+    async def main() -> None:
+        async with here.loop(settings(**QUICK), kl=0.1) as loop, here.played.conductor() as conductor:
+            conductor.close()
+            trainer = ProductionTrainer(loop.windows, loop.telemetry, conductor.processes)
+            call = trainer._call
+
+            async def watched(method: str, kind: Any, *args: Any) -> Any:
+                if method == "refer":
+                    asked.extend(args)
+                return await call(method, kind, *args)
+
+            trainer._call = watched  # type: ignore[method-assign]
+            versions = {one.version.step: one.version for one in history.lineage(here.store, "policy")}
+            for step in (1, 1, 2):
+                point(weights_store(here.played.folder), "policy", versions[step], branch=STABLE)
+                await asyncio.to_thread(here.users.visit, NAMES[:8])
+                await trainer.train(1, poll_s=0.05, on_step=lambda *_: None, on_wait=lambda _: None)
+
+    asyncio.run(main())
+    assert asked == [1, 2], "each deployed version becomes the reference once"
+
+
+def _candidate_of_rl(here: Here) -> None:
+    """The two versions of RL as the window's base and its candidate, so that only their release is left."""
+    old, new = [one.version for one in history.lineage(here.store, "policy")][-2:]
+    point(weights_store(here.played.folder), "policy", old, branch=STABLE)
+
+    async def main() -> None:
+        async with here.loop(settings(**QUICK)) as loop:
+            window = Window(number=1, first=0, per_step=4, base=old, begun=True, candidate=new)
+            await loop.windows.storage(loop.windows.remember, window)
+
+    asyncio.run(main())
+
+
+def _with_releases(here: Here, work: Callable[[Releases], Any]) -> Any:
+    with contextlib.closing(Releases(here.users.releases)) as releases:
+        return work(releases)
