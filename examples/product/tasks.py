@@ -25,8 +25,8 @@ class Edits:
     """A task source: one request for an edit each.
 
     - `hard`: the share of requests that the model cannot carry out.
-    - `attempts`: whether a task is solved by any valid edit of the value, right or wrong. Broken calls and questions
-      instead of an edit are not; the gate measures them in this way, also where no edit can be right."""
+    - `attempts`: whether a hard task is solved by any valid edit of the value, right or wrong. A broken call, and a
+      question instead of an edit, solve none; so the gate sees them also where no edit can be right."""
 
     seed: int = 0
     hard: float = 0.0
@@ -43,8 +43,9 @@ class Edits:
 
     def task(self, split: Split, index: int) -> Task:
         request = self.request(split, index)
-        probe = f"import {module(request)}\n\n\ndef edited():\n    new = {module(request)}.{request.field}()\n"
-        probe += f'    return isinstance(new, str) and new != "{request.old}"\n'
+        files = {request.path: request.file}
+        if self._counts_attempts(request):
+            files[ATTEMPT] = probe(request)
         return Task(
             source=self.name,
             split=split,
@@ -52,7 +53,7 @@ class Edits:
             family="hard" if request.hard else "edit",
             problem=f"{request.field} {request.new}",
             instruction=request.text,
-            files={request.path: request.file, **({ATTEMPT: probe} if self.attempts else {})},
+            files=files,
             exports=(request.path,),
         )
 
@@ -61,12 +62,13 @@ class Edits:
             raise TaskError(f"task {task.task_id} is not from this source", hint="use the same settings")
         request = self.request(task.split, task.index)
         right = f'def {request.field}():\n    return "{request.new}"\n'
-        cases = (
-            (Case("attempt", "edited", [], True),)
-            if self.attempts
-            else (Case(module(request), request.field, [], request.new),)
-        )
-        return Answer(reference={request.path: right}, cases=cases)
+        case = Case(module(request), request.field, [], request.new)
+        if self._counts_attempts(request):
+            case = Case(module_of(ATTEMPT), "edited", [], True)
+        return Answer(reference={request.path: right}, cases=(case,))
+
+    def _counts_attempts(self, request: Request) -> bool:
+        return self.attempts and request.hard
 
     def conversation(self, split: Split, index: int, *, seed: int, right: float) -> list[dict[str, Any]]:
         """Return a request and an answer; of the edits a share `right` has the right value."""
@@ -81,8 +83,25 @@ class Edits:
 
 
 def module(request: Request) -> str:
-    """The name of the request's file as a module."""
-    return request.path.removesuffix(".py")
+    """Return the name of the request's file as a module."""
+    return module_of(request.path)
+
+
+def module_of(path: str) -> str:
+    """Return the name of a file as a module."""
+    return path.removesuffix(".py")
+
+
+def probe(request: Request) -> str:
+    """Return a program that tells whether the value of a request was edited. The agent cannot change it."""
+    name = module(request)
+    return f"""import {name}
+
+
+def edited():
+    new = {name}.{request.field}()
+    return isinstance(new, str) and new != "{request.old}"
+"""
 
 
 def demonstrated(request: Request, rng: random.Random, *, right: float) -> dict[str, Any]:

