@@ -150,19 +150,14 @@ class ProductionTrainer:
     def _reconcile(self, head: Version) -> Reconciled:
         """Correct the ledger's states for the learner's weights. Rollouts of earlier windows that these weights were
         not trained on are quarantined: their version was not promoted, and the next one is not trained on them."""
-        steps, found = LineageSteps(weights_store(self.run)), list[Reconciled]()
-        window, prefix = self._window, self.windows.prefix
+        steps, window, prefix = LineageSteps(weights_store(self.run)), self._window, self.windows.prefix
 
-        def work() -> None:
-            found.append(self.ledger.reconcile(steps, believed=steps.unread_up_to, head=head))
-            if window is None or window.base is None:
-                return
-            for row in self.ledger.rows(states=[State.GRADED]):
-                if row.group_id.startswith(prefix) and int(row.group_id.removeprefix(prefix)) < window.first:
-                    self.ledger.move(row.rollout_id, State.QUARANTINED, reason=NOT_PROMOTED)
+        def spent(group_id: str) -> str:
+            if window is None or window.base is None or not group_id.startswith(prefix):
+                return ""
+            return NOT_PROMOTED if int(group_id.removeprefix(prefix)) < window.first else ""
 
-        self.ledger.transaction(work)
-        return found[-1]
+        return self.ledger.reconcile(steps, believed=steps.unread_up_to, head=head, spent=spent)
 
     async def _refer(self) -> None:
         """Have the learner compare with the deployed version: that of the branch `stable`; without one, the newest when

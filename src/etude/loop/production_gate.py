@@ -27,6 +27,8 @@ from etude.run import RunFolder
 
 EVAL_S = 6 * 3600.0
 """The longest time of one evaluation, in seconds."""
+TRIES = 3
+"""Starts of an evaluation that is killed."""
 _GRACE_S = 10.0
 _UNFINISHED = ".unfinished"
 
@@ -57,12 +59,15 @@ class Gate:
         if not path.is_file():
             self._tell(f"evaluating {version} on {suite.name}")
             scratch = self._folder / _UNFINISHED
-            shutil.rmtree(scratch, ignore_errors=True)
             words = ["eval", name, "--checkpoint", str(checkpoint_of(self._run, version)), "--name", label]
             words += ["--out", str(scratch), *(["--prices", str(self._prices)] if self._prices else [])]
-            result = await _command(words)
             found = record_path(scratch, suite.name, label)
-            if not found.is_file():  # a suite whose own gates fail ends with an error, and with a result
+            for _ in range(TRIES):
+                shutil.rmtree(scratch, ignore_errors=True)
+                result = await _command(words)
+                if result.code >= 0:
+                    break  # it was not killed
+            if result.code < 0 or not found.is_file():  # a suite whose own gates fail ends with an error, and a result
                 raise _failed(f"{version} could not be evaluated on {suite.name}", result)
             path.parent.mkdir(parents=True, exist_ok=True)
             found.with_suffix(".parquet").replace(path.with_suffix(".parquet"))
