@@ -27,6 +27,7 @@ from examples.product.agent import Agent
 from examples.product.simulate import Say, give_consent, honest, measure, use
 from examples.product.users import crowd
 
+from etude.environments.child_process import die_with_parent
 from etude.evals.intervals import clustered_rate
 from etude.privacy import PrivacyFolder
 from etude.signals import FeedbackFile
@@ -74,16 +75,16 @@ class Command:
                 await self._more.wait()
 
     def found(self, pattern: re.Pattern[str], *, after: int = 0) -> bool:
-        """Return whether a line from number `after` on matches."""
-        return any(pattern.search(line) for line in self.lines[after:])
+        """Return whether a line from number `after` on matches, or the command has ended."""
+        return self._reading.done() or any(pattern.search(line) for line in self.lines[after:])
 
 
 @contextlib.asynccontextmanager
 async def started(name: str, *words: str | Path) -> AsyncIterator[Command]:
     """Run an `etude` command while the block runs; then it is interrupted as by Ctrl-C."""
-    argv = [sys.executable, "-m", "etude.cli", name, *map(str, words)]
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*argv, cwd=HOME, stdout=pipe, start_new_session=True)
+    argv = die_with_parent([sys.executable, "-m", "etude.cli", name, *map(str, words)], signal_name="INT")
+    out, err = asyncio.subprocess.PIPE, None if name == "learn" else asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(*argv, cwd=HOME, stdout=out, stderr=err, start_new_session=True)
     command = Command(process, name)
     try:
         yield command
@@ -136,7 +137,7 @@ async def run_cycles(
     users, places = prepare(folder, seed), ["--privacy", folder / "privacy", "--feedback", folder / "feedback.sqlite"]
     releases = folder / "releases.sqlite"
     words = [*places, "--settings", settings, *(word for one in overrides for word in ("--set", one))]
-    words += ["--releases", releases, "--cycles", str(cycles), "--poll-s", "0.5"]
+    words += ["--releases", releases, "--cycles", str(cycles), "--poll-s", "2"]
     began, cpu = time.monotonic(), _cpu_s()
     made = list[dict[str, Any]]()
     async with contextlib.AsyncExitStack() as stack:
@@ -153,7 +154,7 @@ async def run_cycles(
             counts = Counter[str]()
             while not learn.found(STEP, after=at):  # the 64 users fill the window
                 rounds += 1
-                counts.update(await use(agent, users, seed=1_000 * seed + rounds, rounds=2, spread_s=SPREAD_S, say=say))
+                counts.update(await use(agent, users, seed=1_000 * seed + rounds, rounds=3, spread_s=SPREAD_S, say=say))
             others = crowd(visitors, 1_000 * seed + cycle, prefix=f"visitor-{cycle}")
             end = asyncio.create_task(learn.wait_for(END, after=at))
             canary = asyncio.create_task(learn.wait_for(CANARY, after=at))
