@@ -85,12 +85,6 @@ class Product:
         self.gateway, self.url = self._start_gateway()
 
     def _start_loop(self, *, create: bool = False) -> subprocess.Popen[str]:
-        if create:  # the gateway makes it otherwise
-            from etude.privacy import PrivacyFolder
-            from etude.signals import FeedbackFile
-
-            with PrivacyFolder(self.folder / "privacy") as privacy:
-                FeedbackFile(self.folder / "feedback.sqlite", privacy=privacy, create=True).close()
         files = ["--privacy", "privacy", "--feedback", "feedback.sqlite", "--settings", "learn.toml"]
         log = self.folder / "loop.log"
         process = self.cli.start(

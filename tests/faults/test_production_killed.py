@@ -43,7 +43,7 @@ def test_a_second_loop_is_refused_and_ctrl_c_ends_the_first(loop: ServedLoop) ->
         assert time.monotonic() < end, loop.log.read_text()
         time.sleep(0.05)
     second = loop.cli("learn", *loop.arguments(cycles=1))
-    assert second.returncode == Exit.FAILED, second.stderr
+    assert second.returncode == Exit.OTHER_RUN, second.stderr
     assert "is in use" in second.stderr
     assert f"process {first.pid} runs it" in second.stderr
     first.send_signal(signal.SIGINT)

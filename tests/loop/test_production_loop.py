@@ -158,7 +158,8 @@ def test_the_next_window_goes_on_from_the_promoted_version_and_spends_no_episode
     with contextlib.closing(Ledger.open_readonly(here.played.folder / "ledger.sqlite")) as ledger:
         rows = [row for row in ledger.rows() if row.rollout_id.startswith("production-")]
     assert [(row.state, row.reason) for row in rows[:8]] == [(State.QUARANTINED, NOT_PROMOTED)] * 8
-    assert [row.state for row in rows[8:]] == [State.TRAINED] * 16
+    assert len(rows) == 24
+    assert {row.state for row in rows[8:]} <= {State.TRAINED, State.NO_SIGNAL}
     here.played.assert_sound(6)
     rates = [one["lr"] for one in here.steps]
     warm = [LR * LR_SHARE * share / WARM_UP for share in (1, 2)]

@@ -64,7 +64,13 @@ def learn(args: argparse.Namespace) -> int:
         raise InputError(f"{args.privacy} is not a folder of consent and captured answers", hint=hint)
     run.lock()
     try:
-        with PrivacyFolder(args.privacy) as folder, opened_feedback(args.feedback, args.privacy) as file:
+        new = args.releases is not None and not args.feedback.is_file()  # etude serve needs the file of releases first
+        with (
+            PrivacyFolder(args.privacy) as folder,
+            opened_feedback(args.feedback, args.privacy, create=new) as file,
+        ):
+            if new:
+                print(f"feedback: there was no {args.feedback}; it is created", flush=True)
             from etude.loop import event_loop
 
             interrupted = event_loop.run(_learn(run, settings, folder, FeedbackSignals(file), args))

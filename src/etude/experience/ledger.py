@@ -71,7 +71,7 @@ class Reconciled:
     - `freed`: rollouts in a batch that the current weights were not trained on. Their state is *graded* again, so a
       later batch can take them.
     - `requeued`: rollouts that were running, and will be run again.
-    - `gone`: rollouts that should be freed but are spent, or have no stored record any more, so they are never trained on
+    - `gone`: rollouts that should be freed but are spent, or have no stored record, so they are never trained on
       again."""
 
     trained: int

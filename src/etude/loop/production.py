@@ -312,10 +312,11 @@ def _rewarded(plan: BatchPlan) -> Iterator[tuple[Member, tuple[str, float]]]:
 
 def _sampled_by(groups: Sequence[Group], window: Window | None) -> dict[str, float]:
     """Return the shares of the sampled tokens by what their version was when the window was formed: "deployed",
-    "before" (deployed before it) or "other"."""
-    counts, names = Counter[str](), {}
-    if window is not None and window.base is not None:
-        names = {one.digest: name for one, name in ((window.before, "before"), (window.base, "deployed")) if one}
+    "before" (deployed before it) or "other". Empty where no releases are made."""
+    if window is None or window.base is None:
+        return {}
+    counts = Counter[str]()
+    names = {one.digest: name for one, name in ((window.before, "before"), (window.base, "deployed")) if one}
     for one in (summary for group in groups for summary, _ in group.valid):
         for places, number in one.sampled_by:
             found = {names.get(one.versions[place].digest, "other") for place in places}
