@@ -1,4 +1,4 @@
-"""The product as a web page: a person asks for an edit, the agent answers through the gateway, the person keeps it or not.
+"""The product as a web page: a person asks for an edit, the agent answers through the gateway, the person decides.
 
     PYTHONPATH=. python -m examples.product.app --url http://127.0.0.1:8000/v1 --model product [--port 8090]
 

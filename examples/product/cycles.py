@@ -1,4 +1,4 @@
-"""Runs the production loop with simulated users: `etude learn --releases` and `etude serve --releases`, as two processes.
+"""Runs the production loop with simulated users: `etude learn --releases` and `etude serve --releases`.
 
     PYTHONPATH=. python -m examples.product.cycles runs/product [--cycles 3] [--seed 0]
 
@@ -25,7 +25,7 @@ from typing import Any
 
 from examples.product.agent import Agent
 from examples.product.simulate import Say, give_consent, honest, measure, use
-from examples.product.users import crowd
+from examples.product.users import User, crowd
 
 from etude.environments.child_process import die_with_parent
 from etude.evals.intervals import clustered_rate
@@ -70,7 +70,9 @@ class Command:
                     return at
                 at += 1
             if self._reading.done():
-                raise RuntimeError(f"{self.name} has ended with exit code {await self.process.wait()}: {self.lines[-5:]}")
+                raise RuntimeError(
+                    f"{self.name} has ended with exit code {await self.process.wait()}: {self.lines[-5:]}"
+                )
             async with asyncio.timeout(WAIT_S):
                 await self._more.wait()
 
@@ -105,13 +107,13 @@ async def url_of(serve: Command) -> str:
     return serve.lines[at].split(" at ")[1].split()[0]
 
 
-def prepare(folder: Path, seed: int) -> list[Any]:
-    """Create the folder of a product: consent of its 64 users, and an empty file of signals. Returns the users."""
-    users = crowd(64, seed)
+def prepare(folder: Path, users: Sequence[User]) -> list[str]:
+    """Create the folder of a product: the consent of its users, and an empty file of signals. Returns the arguments of
+    `etude learn` that name them."""
     give_consent(folder / "privacy", users)
     with PrivacyFolder(folder / "privacy") as privacy:
         FeedbackFile(folder / "feedback.sqlite", privacy=privacy, create=True).close()
-    return users
+    return ["--privacy", str(folder / "privacy"), "--feedback", str(folder / "feedback.sqlite")]
 
 
 async def run_cycles(
@@ -134,16 +136,20 @@ async def run_cycles(
 
     Returns the opinions before and after each cycle, and what became of each candidate."""
     folder = folder.absolute()
-    users, places = prepare(folder, seed), ["--privacy", folder / "privacy", "--feedback", folder / "feedback.sqlite"]
-    releases = folder / "releases.sqlite"
-    words = [*places, "--settings", settings, *(word for one in overrides for word in ("--set", one))]
-    words += ["--releases", releases, "--cycles", str(cycles), "--poll-s", "2"]
-    began, cpu = time.monotonic(), _cpu_s()
+    users, releases = crowd(64, seed), folder / "releases.sqlite"
+    words = [
+        *prepare(folder, users),
+        "--settings",
+        str(settings),
+        *(word for one in overrides for word in ("--set", one)),
+    ]
+    words += ["--releases", str(releases), "--cycles", str(cycles), "--poll-s", "2"]
+    began, cpu = time.monotonic(), cpu_s()
     made = list[dict[str, Any]]()
     async with contextlib.AsyncExitStack() as stack:
         learn = await stack.enter_async_context(started("learn", run.absolute(), *words))
         await learn.wait_for("^loop: ")
-        capture = ["--capture", folder / "privacy", "--feedback", folder / "feedback.sqlite"]
+        capture = ["--capture", str(folder / "privacy"), "--feedback", str(folder / "feedback.sqlite")]
         serving = started("serve", run.absolute(), "--port", "0", "--releases", releases, *capture)
         url = await url_of(await stack.enter_async_context(serving))
         agent = await stack.enter_async_context(Agent(url, run.name))
@@ -173,10 +179,10 @@ async def run_cycles(
             made.append(row | await opinions(agent, users, per_user))
             tell(made[-1])
     wall_s = time.monotonic() - began
-    return {"before": before, "cycles": made, "wall_s": round(wall_s, 1), "cpu_s": round(_cpu_s() - cpu, 1)}
+    return {"before": before, "cycles": made, "wall_s": round(wall_s, 1), "cpu_s": round(cpu_s() - cpu, 1)}
 
 
-async def opinions(agent: Agent, users: Sequence[Any], per_user: int) -> dict[str, Any]:
+async def opinions(agent: Agent, users: Sequence[User], per_user: int) -> dict[str, Any]:
     """Measure what share of held-out edits the users would keep, with a 95 % interval over users, and the share of each
     kind of answer."""
     found = await measure(agent, users, per_user=per_user)
@@ -186,7 +192,7 @@ async def opinions(agent: Agent, users: Sequence[Any], per_user: int) -> dict[st
     return {"kept": round(rate.value, 4), "low": round(rate.low, 4), "high": round(rate.high, 4), "kinds": shares}
 
 
-def _cpu_s() -> float:
+def cpu_s() -> float:
     """CPU seconds of this process and of all children that have ended."""
     kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     return sum(one.ru_utime + one.ru_stime for one in map(resource.getrusage, kinds))

@@ -29,6 +29,8 @@ from etude.signals import send_feedback
 AUDITOR = "auditor"
 """The user in whose name opinions are measured. Its consent is off: none of its answers is captured."""
 AT_ONCE = 16
+SEED = 1_000
+"""The seed of the requests that are measured."""
 Say = Callable[[User, Request, Answer, random.Random], Sequence[Signal]]
 
 
@@ -66,7 +68,7 @@ async def use(
                 user=user.name,
                 at=time.time() + signal.skew_s,
                 signal_id=f"{response_id}-{number}",
-                **{signal.name: signal.value},
+                **{signal.name: signal.value},  # type: ignore[arg-type]
             )
             for _ in range(signal.copies):
                 found = await asyncio.get_running_loop().run_in_executor(threads, call)
@@ -90,12 +92,12 @@ async def use(
 
 
 async def measure(
-    agent: Agent, users: Sequence[User], *, per_user: int, hard: float = 0.1, seed: int = 1_000
+    agent: Agent, users: Sequence[User], *, per_user: int, seed: int = SEED
 ) -> list[tuple[str, bool, Kind]]:
     """Ask for `per_user` held-out edits for each user, the same ones at every call.
 
     Returns (user, whether the user would truly keep the answer, kind of the answer) of each request."""
-    limit, requests = asyncio.Semaphore(AT_ONCE), Requests(seed, hard=hard)
+    limit, requests = asyncio.Semaphore(AT_ONCE), Requests(seed)
 
     async def one(user: User, index: int) -> tuple[str, bool, Kind]:
         request = requests.request(Split.HELDOUT, index)

@@ -4,10 +4,10 @@
     users[0].keeps(request, answer)          # its true opinion; nobody but the measurement sees it
     users[0].signals(request, answer, rng)   # what it tells the product
 
-A user keeps an edit if it is right and in the style that the user likes. What it says may be something else: silent users
-say nothing, polite ones praise everything, hostile ones say the opposite or anything, loud ones say all of it five times
-and ask for four times as many edits. The preferences are drawn around those of the product's typical user: most who care
-about quotes like double ones, and most who care about comments want none. Nobody can please all of them."""
+A user keeps an edit if it is right and in the style that the user likes. What it says may be something else: silent
+users say nothing, polite ones praise everything, hostile ones say the opposite or anything, loud ones say all of it
+five times and ask for four times as many edits. The preferences are drawn around those of the product's typical user:
+most who care about quotes like double ones, and most who care about comments want none. Nobody can please all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from typing import NamedTuple, TypeVar
 from examples.product.edits import Answer, Request
 
 from etude.privacy import Level
-
 
 T = TypeVar("T")
 
@@ -38,7 +37,7 @@ MANNERS = {Manner.PLAIN: 0.40, Manner.SILENT: 0.20, Manner.LOUD: 0.12, Manner.HO
 """The share of each manner among the users."""
 CONSENT = {Level.OFF: 0.08, Level.METRICS: 0.08, Level.CAPTURE: 0.10, Level.TRAIN: 0.74}
 CARES, DOUBLE, PLAIN = 0.7, 0.85, 0.85
-"""The share of users who care about a style (of quotes, of comments), and the share of these who like the typical one."""
+"""The share of users who care about a style (quotes, comments), and the share of these who like the typical one."""
 LOUD_TIMES, LOUD_REQUESTS = 5, 4
 
 

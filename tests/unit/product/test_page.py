@@ -22,7 +22,7 @@ from etude.privacy import Level, PrivacyFolder, Subject
 from etude.signals import FeedbackFile, FeedbackWriter, Signal
 from etude.testing import ScriptedEngine
 
-EVIL = "return '<img src=x onerror=alert(1)>'"
+EVIL = "return '<img src>'"
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
 
 def edit(text: str) -> list[int]:
     """The tokens of an edit of the second line of page.py."""
-    return laptop_chat().encode_call(Call("edit", {"path": "page.py", "line": "2", "text": text})).tolist()
+    return [*laptop_chat().encode_call(Call("edit", {"path": "page.py", "line": "2", "text": text})).tolist()]
 
 
 def says(text: str) -> list[int]:
@@ -71,6 +71,7 @@ def signals(folder: Path) -> list[Signal]:
 
 
 def ask(browser: Chrome) -> None:
+    browser.wait("document.querySelector('#stars button')")  # the page's script has begun
     browser.run("document.getElementById('told').textContent = ''; document.getElementById('send').click()")
     browser.wait("!document.getElementById('send').disabled && !document.getElementById('answer').hidden")
 
@@ -139,7 +140,7 @@ def test_in_chromium_what_the_model_says_stays_text(browser: Chrome, tmp_path: P
             assert not browser.alert()
 
     async def work() -> None:
-        async with product(tmp_path, [edit(EVIL), says("<img src=x onerror=alert(1)>?")]) as url:
+        async with product(tmp_path, [edit(EVIL), says("<img src>?")]) as url:
             await asyncio.to_thread(visit, url)
 
     asyncio.run(work())
