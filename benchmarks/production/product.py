@@ -43,7 +43,7 @@ from etude.privacy import Level
 from etude.records.task import Split
 
 EXAMPLE = Path("examples/product")
-PER_USER = 8
+PER_USER = 6
 HACK_STEPS = 2
 """Optimiser steps between two candidates of a hack."""
 

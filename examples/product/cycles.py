@@ -123,7 +123,7 @@ async def run_cycles(
     seed: int,
     cycles: int,
     per_user: int = 8,
-    visitors: int = 256,
+    visitors: int = 128,
     settings: Path = SETTINGS,
     overrides: Sequence[str] = (),
     say: Say = honest,
