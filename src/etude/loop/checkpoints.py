@@ -78,12 +78,13 @@ def checkpoint_of(run: RunFolder, version: Version) -> Path:
 
     It may be of another start of the learner that had the same weights at this step. Raises `RunRefused` if the run has
     no such checkpoint any more, and `CheckpointError` if it is damaged."""
-    path = run / "checkpoints" / f"step-{version.step:06d}"
-    found = checkpoint_version(path)
-    if found is None or (found.step, found.digest) != (version.step, version.digest):
-        raise RunRefused(
-            f"{run.path} has no checkpoint of {version}",
-            f"{path} has {found}" if found else f"{path} does not exist",
-            hint=f"deploy a version with a checkpoint: etude weights point {run.path} STEP --branch stable",
-        )
-    return path
+    paths = [run / "checkpoints" / name for name in (f"step-{version.step:06d}", "final")]  # final: also of no step
+    found = {path: checkpoint_version(path) for path in paths}
+    for path, one in found.items():
+        if one is not None and (one.step, one.digest) == (version.step, version.digest):
+            return path
+    raise RunRefused(
+        f"{run.path} has no checkpoint of {version}",
+        "; ".join(f"{path} has {one}" if one else f"{path} does not exist" for path, one in found.items()),
+        hint=f"deploy a version with a checkpoint: etude weights point {run.path} STEP --branch stable",
+    )
