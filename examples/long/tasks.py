@@ -164,15 +164,15 @@ class Lists:
 
 
 def notes(rng: random.Random) -> str:
-    """Return four copies of a list of words, with lines of a log between them; some of these add a word to the list.
+    """Return four copies of a list of words, with lines of a log between them, some of which add a word to the list.
 
     Half of the texts end with a statement that returns the list."""
     words = rng.sample(WORDS, rng.randint(3, 9))
-    known, text = rng.randint(2, len(words)), ""
+    known, text = rng.randint(1, len(words)), ""
     for _ in range(3):
         text += f"keys {' '.join(words[:known])}\n{other_lines(rng)}"
-        if known < len(words) and rng.random() < 0.4:
-            text, known = f"{text}key {words[known]}\n{other_lines(rng)}", known + 1
+        new = words[known : known + rng.choice((0, 0, 1, 1, 2))]
+        text, known = text + "".join(f"key {word}\n{other_lines(rng)}" for word in new), known + len(new)
     last = " ".join(words[:known])
     return text + (f'return "{last}"\n' if rng.random() < 0.5 else f"keys {last}\n")
 
