@@ -155,20 +155,20 @@ class Lists:
     In one half, a list of words is repeated at once; in the other half (`notes`) after other lines. The distance of the
     copies varies, since a model that can copy by a fixed distance knows the keys of a summary, but not their order."""
 
-    count: int = 16_000
+    count: int = 13_000
 
     def documents(self, seed: int) -> Iterator[str]:
         rng = random.Random(f"lists {seed}")
         for number in range(self.count):
-            yield notes(rng) if number % 2 else f"keys {' '.join(rng.sample(WORDS, rng.randint(6, 16)))}\n" * 3
+            yield notes(rng) if number % 2 else f"keys {' '.join(rng.sample(WORDS, rng.randint(8, 16)))}\n" * 3
 
 
 def notes(rng: random.Random) -> str:
     """Return four copies of a list of words, with lines of a log between them, some of which add a word to the list.
 
     Half of the texts end with a statement that returns the list."""
-    words = rng.sample(WORDS, rng.randint(3, 9))
-    known, text = rng.randint(1, len(words)), ""
+    words = rng.sample(WORDS, rng.randint(4, 9))
+    known, text = rng.randint(2, len(words)), ""
     for _ in range(3):
         text += f"keys {' '.join(words[:known])}\n{other_lines(rng)}"
         new = words[known : known + rng.choice((0, 0, 1, 1, 2))]
