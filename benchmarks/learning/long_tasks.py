@@ -50,6 +50,8 @@ def row(way: str, seed: int, start: str, given: Sequence[str]) -> Row:
         "after": brief(found["heldout"]["after"]),
         "baselines": found["baselines"],
         "wall_s": found["wall_s"],
+        "cpu_s": found["cpu_s"],
+        "cores": found["host"]["cores"],
         "parity": found["parity"],
         "start": str((run / "checkpoints" / "mid").resolve()),
     }
