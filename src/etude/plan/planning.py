@@ -26,8 +26,8 @@ ENCODE_BYTES_S = 2e9  # speed of encoding a snapshot on one rank: docs/concepts/
 class Memory:
     """Memory use of one learner rank or one engine device, in bytes.
 
-    `optimiser` includes gradients, and separate master weights and moments unless they are offloaded. `cache` is the KV cache. `capacity` is the device's
-    memory. `host`: bytes in the memory of the host, which are not part of `total`."""
+    `optimiser` includes gradients, and separate master weights and moments unless they are offloaded. `cache` is the KV
+    cache. `capacity` is the device's memory. `host`: bytes in the memory of the host, which are not part of `total`."""
 
     weights: float
     optimiser: float

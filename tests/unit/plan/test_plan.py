@@ -384,7 +384,7 @@ def test_a_plan_that_does_not_fit_fails_and_names_settings_that_would(tmp_path, 
     printed, error = capsys.readouterr()
     assert "$" not in printed
     assert "error: not enough memory: a rank of the learner needs" in error
-    settings = 'learner.moments = "8bit", learner.masters = "bf16" and learner.recompute = true'
+    settings = 'learner.moments = "8bit" and learner.recompute = true'
     ranks = "learner.ranks = 16 and learner.recompute = true | adapters: learner.lora_rank = 32"
     assert f"would fit: {settings} | {ranks}" in error
     assert "a device of an engine needs" in error

@@ -206,14 +206,14 @@ def test_a_learner_holds_what_its_settings_say(tmp_path: Path) -> None:
     save_model(Transformer(SIZES, seed=1), tmp_path / "start", dtype="f32")
     base = LearnerConfig(dtype=ComputeDtype.BFLOAT16)
 
-    def held(settings: dict[str, Any], numerics: NumericsConfig) -> float:
-        learner = TorchLearner(replace(base, **settings), numerics=numerics)
+    def held(setting: dict[str, Any], numerics: NumericsConfig) -> float:
+        learner = TorchLearner(replace(base, **setting), numerics=numerics)
         learner.load(tmp_path / "start")
         found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in every(learner)}
         return sum(found.values()) / learner.model.config.num_parameters
 
     float32 = {"weights": LiveWeights.F32}
-    for settings, numerics, planned in [
+    for setting, numerics, planned in [
         ({}, NARROW, 20.0),
         (float32, NARROW, 16.0),
         ({"moments": Moments.INT8}, NARROW, 14.03),
@@ -221,9 +221,9 @@ def test_a_learner_holds_what_its_settings_say(tmp_path: Path) -> None:
         (COMPACT, NARROW, 8.03),
         (COMPACT, NumericsConfig(), 10.03),
     ]:
-        training = training_of(replace(base, **settings), numerics.mode)
+        training = training_of(replace(base, **setting), numerics.mode)
         assert sum(parameter_bytes(training, 1).values()) == pytest.approx(planned, rel=1e-3)
-        assert held(settings, numerics) == pytest.approx(planned, rel=0.03)
+        assert held(setting, numerics) == pytest.approx(planned, rel=0.03)
 
 
 def every(learner: TorchLearner) -> list[torch.Tensor]:

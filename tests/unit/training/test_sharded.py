@@ -22,9 +22,11 @@ from msgspec.structs import replace as replaced
 from tests.unit.models.families import DEEPSEEK, DENSE, GPT_OSS
 from tests.unit.training import ranked_learner
 
+from etude.cli.plan import training_of
 from etude.errors import CheckpointError
 from etude.models import ModelConfig, Transformer, load_model, save_model
 from etude.numerics.config import ComputeDtype, Mode, NumericsConfig
+from etude.plan.arithmetic import parameter_bytes
 from etude.records import Batch
 from etude.records.sample import PlacedHint
 from etude.training import LearnerConfig, TorchLearner
@@ -116,8 +118,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Job, Train
 
 @pytest.mark.parametrize(
     "name",
-    [SAVED, "muon", "rows", "lora", "few", "dpo", "hints"]
-    + ["compact", "compact muon", "compact rows", "compact lora"],
+    [SAVED, "muon", "rows", "lora", "few", "dpo", "hints", "compact", "compact muon", "compact rows", "compact lora"],
 )
 def test_two_ranks_publish_the_bytes_of_one_process(
     told: dict[str, tuple[Job, Trained, list[Trained]]], name: str
@@ -220,6 +221,19 @@ def test_a_rank_reads_and_holds_what_its_share_needs(tmp_path: Path) -> None:
     starts = [(small, replace(rows, lora_rank=3)), (large, rows)]
     for _, grown in run_ranks(ranked_learner.loaded_bytes, starts, ranks=2):
         assert stored < grown < 1.8 * stored
+
+
+def test_a_rank_keeps_as_many_bytes_of_a_parameter_as_a_plan_counts(tmp_path: Path) -> None:
+    save_model(Transformer(SIZES, seed=4), tmp_path / "start", dtype="bf16")
+    given = ranked.batches(tmp_path / "start", LENGTHS, steps=1, numerics=NATIVE, dtype="bfloat16")
+    rows = replace(CONFIG, expert_parallel=1, budget_tokens=100, dtype=ComputeDtype.BFLOAT16)
+    planned = {8.03: COMPACT, 14.03: {"moments": Moments.INT8}, 20.0: {}}
+    jobs = [Job(tmp_path / "start", tmp_path, replace(rows, **one), given, NATIVE) for one in planned.values()]
+    for job, expected in zip(jobs, planned, strict=True):
+        each = parameter_bytes(training_of(job.config, Mode.NATIVE), 2)
+        assert sum(each.values()) == pytest.approx(expected, rel=1e-3)
+    for kept in run_ranks(ranked_learner.kept_bytes, jobs, ranks=2, stall_s=900.0):
+        assert kept == pytest.approx(list(planned), rel=0.05)
 
 
 def test_an_error_on_one_rank_is_raised_on_all_and_the_ranks_stay_usable(
