@@ -1,8 +1,8 @@
 """Bytes a parameter that a learner's process takes, and what an optimiser step costs, by setting.
 
 Each setting has a process of its own. After a small model has run there, for all that is loaded once, it loads a model
-of about a hundred million parameters, and takes two steps on a short text, so that activations are small beside what is
-kept. `resident` is the growth of the process's resident memory (VmRSS) after these steps, and `peak` that of its peak
+of about a hundred million parameters, and takes a step on a short text, so that activations are small beside what is
+kept. `resident` is the growth of the process's resident memory (VmRSS) after this step, and `peak` that of its peak
 (VmHWM), which loading and a step's temporary tensors raise. `kept` counts the tensors of model, gradient and optimiser;
 `host` are those of them that a learner on a GPU keeps in host memory. `planned` is what `etude plan` counts for the
 device. All are bytes a parameter of the model. `step_ratio`: CPU time of an optimiser step over that of float32.
@@ -43,7 +43,7 @@ LARGE = ModelConfig(
     vocab_size=8192, hidden_size=768, num_layers=6, num_heads=12, num_kv_heads=4, head_dim=64, expert_size=768,
     num_experts=8, top_k=2, context_tokens=512,
 )  # fmt: skip
-NATIVE, TOKENS, STEPS = NumericsConfig(mode=Mode.NATIVE), 48, 3
+NATIVE, TOKENS, STEPS = NumericsConfig(mode=Mode.NATIVE), 16, 2
 BASE = LearnerConfig(lr=1e-4, dtype=ComputeDtype.BFLOAT16, replay_routes=False)
 COMPACT: dict[str, Any] = {"masters": Masters.BF16, "moments": Moments.INT8}
 SETTINGS: dict[str, tuple[LearnerConfig, NumericsConfig]] = {
@@ -66,15 +66,14 @@ def measure(name: str, small: Path, large: Path) -> dict[str, float]:
     """What the process of one setting takes."""
     torch.set_num_threads(1)
     config, numerics = SETTINGS[name]
-    given = batches(small, [TOKENS], steps=2, numerics=NATIVE, dtype="bfloat16")
+    given = batches(small, [TOKENS], steps=1, numerics=NATIVE, dtype="bfloat16")
     for start in (small, large):
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = memory_bytes("VmRSS")
         learner = TorchLearner(config, numerics=numerics, refuse_mismatch=False)
         learner.load(start)
-        for batch in given:
-            learner.forward_backward(batch)
-            learner.optim_step()
+        learner.forward_backward(given[0])
+        learner.optim_step()
         resident, peak = memory_bytes("VmRSS") - before, memory_bytes("VmHWM") - before
     optimizer, number = learner.optimizer, learner.model.config.num_parameters
     bases = learner.trainable.module.bases.values() if isinstance(learner.trainable.module, Adapters) else []

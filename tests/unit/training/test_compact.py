@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.learner.sharded_ranks import batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -18,6 +19,7 @@ from etude.errors import CheckpointError
 from etude.models import ModelConfig, Transformer, save_model
 from etude.numerics.config import ComputeDtype, Mode, NumericsConfig
 from etude.plan.arithmetic import parameter_bytes
+from etude.records import Batch
 from etude.training import LearnerConfig, TorchLearner, moments, optimizer_state
 from etude.training.config import LiveWeights, Masters, MidTrainingConfig, Moments
 from etude.training.moments import Moment, block_size, decode, encode
@@ -247,3 +249,40 @@ def test_a_checkpoint_of_another_precision_of_masters_or_moments_is_refused_by_n
     for setting, said in (({"masters": Masters.BF16}, "moments = '8bit'"), ({"moments": Moments.INT8}, "masters")):
         with pytest.raises(CheckpointError, match=f"saved with learner.{said}"):
             TorchLearner(LearnerConfig(**setting)).load(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(("dtype", "numerics"), [("float32", NumericsConfig()), ("bfloat16", NARROW)])
+def test_a_resumed_learner_publishes_the_same_bytes_which_are_its_masters(
+    tmp_path: Path, dtype: str, numerics: NumericsConfig
+) -> None:
+    save_model(Transformer(SIZES, seed=1), tmp_path / "start", dtype="f32")
+    given = batches(tmp_path / "start", [40, 33], steps=3, numerics=numerics, dtype=dtype)
+    config = LearnerConfig(lr=1e-2, dtype=ComputeDtype(dtype), replay_routes=False, **COMPACT)
+
+    def learner(path: Path) -> TorchLearner:
+        made = TorchLearner(config, numerics=numerics, refuse_mismatch=False)
+        made.load(path)
+        return made
+
+    def stepped(one: TorchLearner, batch: Batch) -> None:
+        one.forward_backward(batch)
+        one.optim_step()
+
+    one = learner(tmp_path / "start")
+    stepped(one, given[0])
+    one.save(tmp_path / "saved")
+    other = learner(tmp_path / "saved")
+    for batch in given[1:]:
+        stepped(one, batch)
+        stepped(other, batch)
+    live = one.optimizer.live
+    assert live.dtype is getattr(torch, dtype)
+    assert torch.equal(live.float(), live.bfloat16().float()), "what is published is all that the optimiser has"
+    assert not any(key.startswith("master") for key in one.optimizer.state())
+    published, again = one.exported(), other.exported()
+    assert published.keys() == again.keys()
+    assert all(bytes(published[name].codes) == bytes(again[name].codes) for name in published)
+    codes = torch.cat(
+        [torch.from_numpy(one.codes.view("i2").copy()) for one in published.values() if one.dtype == "bf16"]
+    )
+    assert torch.equal(codes.sort().values, live.bfloat16().view(torch.int16).sort().values)
