@@ -1,25 +1,26 @@
 """Bytes a parameter that a learner's process takes, and what an optimiser step costs, by setting.
 
-Each setting has a process of its own. After a small model has run there, for all that is loaded once, it loads a model
-of about a hundred million parameters, and takes a step on a short text, so that activations are small beside what is
-kept. `resident` is the growth of the process's resident memory (VmRSS) after this step, and `peak` that of its peak
-(VmHWM), which loading and a step's temporary tensors raise. `kept` counts the tensors of model, gradient and optimiser;
-`host` are those of them that a learner on a GPU keeps in host memory. `planned` is what `etude plan` counts for the
-device. All are bytes a parameter of the model. `step_ratio`: CPU time of an optimiser step over that of float32.
+After a small model has run, for all that is loaded once, each setting has a process of its own, forked from that one.
+It loads a model of about seventy million parameters, and takes a step on a short text, so that activations are small
+beside what is kept. `resident` is the growth of the process's resident memory (VmRSS) after this step, and `peak`
+that of its peak (VmHWM), which loading and a step's temporary tensors raise. `kept` counts the tensors of model,
+gradient and optimiser; `host` those beside them that a learner on a GPU has in host memory. `planned` is what `etude
+plan` counts for the device. All are bytes a parameter of the model. `step_ratio`: CPU time of an optimiser step over
+that of float32, for each trained number.
 
-`python -m benchmarks.learner.memory [--settings "float32" ...]`; about three minutes on an idle core
+`python -m benchmarks.learner.memory [--settings "float32" ...]`; half a minute on an idle core
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
+import ctypes
+import multiprocessing
 import sys
 import tempfile
 import time
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from etude.models import ModelConfig, Transformer, save_model
 from etude.models.lora import Adapters
 from etude.numerics.config import ComputeDtype, Mode, NumericsConfig
 from etude.plan.arithmetic import optimiser_bytes, weights_bytes
+from etude.records import Batch
 from etude.training import LearnerConfig, TorchLearner
 from etude.training.config import Masters, Moments
 
@@ -40,10 +42,11 @@ SMALL = ModelConfig(
     num_experts=8, top_k=2, context_tokens=512,
 )  # fmt: skip
 LARGE = ModelConfig(
-    vocab_size=8192, hidden_size=768, num_layers=6, num_heads=12, num_kv_heads=4, head_dim=64, expert_size=768,
+    vocab_size=4096, hidden_size=768, num_layers=4, num_heads=12, num_kv_heads=4, head_dim=64, expert_size=768,
     num_experts=8, top_k=2, context_tokens=512,
 )  # fmt: skip
 NATIVE, TOKENS, STEPS = NumericsConfig(mode=Mode.NATIVE), 16, 2
+M_MMAP_THRESHOLD = -3
 BASE = LearnerConfig(lr=1e-4, dtype=ComputeDtype.BFLOAT16, replay_routes=False)
 COMPACT: dict[str, Any] = {"masters": Masters.BF16, "moments": Moments.INT8}
 SETTINGS: dict[str, tuple[LearnerConfig, NumericsConfig]] = {
@@ -62,19 +65,23 @@ def memory_bytes(field: str) -> int:
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))
 
 
-def measure(name: str, small: Path, large: Path) -> dict[str, float]:
-    """What the process of one setting takes."""
-    torch.set_num_threads(1)
+def stepped(name: str, start: Path, batch: Batch) -> TorchLearner:
+    """A learner with a setting after one step."""
     config, numerics = SETTINGS[name]
-    given = batches(small, [TOKENS], steps=1, numerics=NATIVE, dtype="bfloat16")
-    for start in (small, large):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        before = memory_bytes("VmRSS")
-        learner = TorchLearner(config, numerics=numerics, refuse_mismatch=False)
-        learner.load(start)
-        learner.forward_backward(given[0])
-        learner.optim_step()
-        resident, peak = memory_bytes("VmRSS") - before, memory_bytes("VmHWM") - before
+    learner = TorchLearner(config, numerics=numerics, refuse_mismatch=False)
+    learner.load(start)
+    learner.forward_backward(batch)
+    learner.optim_step()
+    return learner
+
+
+def measure(name: str, start: Path, batch: Batch, answer: Connection) -> None:
+    """Send what the process of one setting takes."""
+    config, numerics = SETTINGS[name]
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = memory_bytes("VmRSS")
+    learner = stepped(name, start, batch)
+    resident, peak = memory_bytes("VmRSS") - before, memory_bytes("VmHWM") - before
     optimizer, number = learner.optimizer, learner.model.config.num_parameters
     bases = learner.trainable.module.bases.values() if isinstance(learner.trainable.module, Adapters) else []
     device = [*learner.model.parameters(), optimizer.live, optimizer.grad, *optimizer.state().values()]
@@ -86,16 +93,18 @@ def measure(name: str, small: Path, large: Path) -> dict[str, float]:
         began = time.process_time()
         optimizer.step(1e-6)
         took.append(time.process_time() - began)
-    return {
-        "resident": resident / number,
-        "peak": peak / number,
-        "kept": stored(device) / number,
-        "host": stored(bases) / number,
-        "planned": planned / number,
-        "parameters": number,
-        "trained": optimizer.grad.numel(),
-        "step_s": min(took),
-    }
+    answer.send(
+        {
+            "resident": resident / number,
+            "peak": peak / number,
+            "kept": stored(device) / number,
+            "host": stored(bases) / number,
+            "planned": planned / number,
+            "parameters": number,
+            "trained": optimizer.grad.numel(),
+            "step_s": min(took),
+        }
+    )
 
 
 def stored(tensors: Any) -> int:
@@ -107,22 +116,25 @@ def stored(tensors: Any) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", nargs="+", choices=[*SETTINGS], default=[*SETTINGS])
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # of a child: setting, two checkpoints
     args = parser.parse_args()
-    if args.one:
-        print(json.dumps(measure(args.one[0], Path(args.one[1]), Path(args.one[2]))))
-        return
-    rows = {}
+    torch.set_num_threads(1)
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)  # freed tensors return to the system at once
+    rows, fork = {}, multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        starts = [Path(folder) / "small", Path(folder) / "large"]
-        for start, sizes in zip(starts, (SMALL, LARGE), strict=True):
+        small, large = Path(folder) / "small", Path(folder) / "large"
+        for start, sizes in ((small, SMALL), (large, LARGE)):
             save_model(Transformer(sizes, seed=0), start, dtype="bf16")
-        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # freed tensors return to the system at once
+        (batch,) = batches(small, [TOKENS], steps=1, numerics=NATIVE, dtype="bfloat16")
         for name in args.settings:
-            argv = [sys.executable, "-m", "benchmarks.learner.memory", "--one", name, *map(str, starts)]
-            done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True, env=environment)
-            rows[name] = json.loads(done.stdout)
-            print(name, rows[name], file=sys.stderr)
+            stepped(name, small, batch)
+        for name in args.settings:
+            receive, answer = fork.Pipe(duplex=False)
+            child = fork.Process(target=measure, args=(name, large, batch, answer))
+            child.start()
+            answer.close()
+            rows[name] = receive.recv()
+            child.join()
+            print(name, rows[name], file=sys.stderr, flush=True)
     parameters = {row.pop("parameters") for row in rows.values()}
     for row in rows.values():
         base = next(iter(rows.values()))

@@ -13,6 +13,7 @@ instructions, so vectors end in padding; and the gradient norm is an exact sum o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -75,9 +76,9 @@ class AdamW:
         self._grad = zeros(self._size, self._device)
         self._live: torch.Tensor | None = None
         if self.is_sharded:
-            self._names = {p: name for name, p in self.parameters.items()}
-            for p in self.parameters.values():
-                p.register_post_accumulate_grad_hook(self._move_gradient)
+            for name, p in self.parameters.items():
+                move = functools.partial(self._move_gradient, name)
+                p.register_post_accumulate_grad_hook(move)  # type: ignore[no-untyped-call]
         else:
             self._live = torch.zeros(padded(self._size), dtype=one.dtype, device=self._device)
             self._take_over()
@@ -179,10 +180,9 @@ class AdamW:
         self.grad.zero_()
 
     @torch.no_grad()
-    def _move_gradient(self, p: torch.Tensor) -> None:
+    def _move_gradient(self, name: str, p: torch.Tensor) -> None:
         """Add the gradient of a shard to `grad`, and free it. FSDP2 calls this after each backward pass of a layer."""
         if p.grad is not None:
-            name = self._names[p]
             self.grad[self.slices[name]].view(self.shapes[name]).add_(local_part(p.grad))
             p.grad = None
 
