@@ -38,9 +38,10 @@ from etude.plan import (
     learner_remedies,
     plan,
 )
+from etude.plan.arithmetic import CODE_BYTES, FLOAT32_BYTES
 from etude.plan.hardware import MATRIX_BYTES
 from etude.scratch import ScratchDirectory
-from etude.training.config import LiveWeights, OptimizerKind
+from etude.training.config import LearnerConfig, LiveWeights, Masters, Moments, OptimizerKind
 
 CALIBRATE_S = 300.0
 
@@ -229,7 +230,7 @@ def _layout(args: argparse.Namespace, config: RunConfig, steps: MeasuredSteps | 
         evaluated=steps.evaluated if steps is not None else beside,
         dtype_bytes=dtype_bytes,
         matrix_bytes=MATRIX_BYTES.get(config.numerics.quantise, float(dtype_bytes)),
-        training=_training(config),
+        training=training_of(config.learner, config.numerics.mode),
     )
 
 
@@ -271,17 +272,20 @@ def _forwarded(config: RunConfig) -> int:
     return -(-max(config.learner.budget_tokens, config.harness.context_tokens) // config.learner.context_parallel)
 
 
-def _training(config: RunConfig) -> Training:
-    learner = config.learner
+def training_of(learner: LearnerConfig, mode: Mode) -> Training:
+    """What a learner trains, as a plan describes it."""
     narrow = learner.weights is LiveWeights.BF16 and learner.dtype == "bfloat16"
     return Training(
         lora_rank=learner.lora_rank,
         lora_on=str(learner.lora_on),
         muon=learner.optimizer is OptimizerKind.MUON,
-        masters=learner.weights is not LiveWeights.F32,
+        masters=learner.weights is not LiveWeights.F32 and learner.masters is Masters.F32,
+        bf16_masters=learner.masters is Masters.BF16,
+        moment_bytes=CODE_BYTES if learner.moments is Moments.INT8 else FLOAT32_BYTES,
+        offload=learner.offload,
         recompute=learner.recompute,
         dtype_bytes=4 if learner.dtype == "float32" else 2,
-        gathered_bytes=2 if narrow and config.numerics.mode is not Mode.EXACT else 4,
+        gathered_bytes=2 if narrow and mode is not Mode.EXACT else 4,
         expert_parallel=learner.expert_parallel,
     )
 
@@ -336,6 +340,7 @@ def _table(found: Plan, shape: Shape, layout: Layout, hardware: Device | Measure
     table.add_row("decoding batch", f"{found.batch:.0f}", batch)
     table.add_row("decoding", f"{found.decode_tokens_s:,.0f} tokens/s", "per engine")
     table.add_row("memory, learner rank", _bytes(found.learner_memory.total), _memory(found.learner_memory))
+    table.add_row("bytes of a trained parameter", f"{sum(found.parameter_bytes.values()):.1f}", _parts(found, layout))
     table.add_row("memory, engine device", _bytes(found.engine_memory.total), _memory(found.engine_memory))
     table.add_row("cost of a step", f"${found.step_dollars:.4f}", price)
     table.add_row(
@@ -353,6 +358,14 @@ def _learner(layout: Layout) -> str:
     adapters = f", adapters of rank {training.lora_rank}" if training.lora_rank else ""
     rule, again = "Muon" if training.muon else "AdamW", ", activation recomputation" if training.recompute else ""
     return f"{number(layout.learner_ranks, 'rank')}, {rule}{adapters}{again}"
+
+
+def _parts(found: Plan, layout: Layout) -> str:
+    """The parts of the bytes of a trained parameter, with those of a frozen one."""
+    training = layout.training
+    parts = ", ".join(f"{name} {value:.3g}" for name, value in found.parameter_bytes.items() if value)
+    away = "; moments and separate masters in the memory of the host" if training.offload else ""
+    return parts + away + (f"; a frozen parameter {training.gathered_bytes}" if training.lora_rank else "")
 
 
 def _compared(beside: dict[str, tuple[float, float]]) -> Table:

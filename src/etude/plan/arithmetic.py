@@ -12,6 +12,8 @@ from etude.models.quantised_storage import is_quantised
 from etude.plan.shape import Training
 
 FLOAT32_BYTES, BF16_BYTES = 4, 2
+CODE_BYTES = 1 + 4 / 256
+"""Bytes of a number of an 8-bit moment: a code, and its share of a block's float32 scale (`training.moments`)."""
 
 
 def active_parameters(model: ModelConfig) -> int:
@@ -140,15 +142,32 @@ def trained_parameters(model: ModelConfig, training: Training) -> int:
     return training.lora_rank * sum(map(sum, matrices(model, training.lora_on)))
 
 
+def parameter_bytes(training: Training, ranks: int) -> dict[str, float]:
+    """Return the bytes of one trained parameter on a learner with `ranks` ranks, by part. AdamW has two moments.
+
+    Rajbhandari et al. 2019, "ZeRO" (arXiv 1910.02054), section 3.1, with gradients in float32. Weights that are bf16
+    masters are stored in the dtype in which operators read them. Ranks that share float32 weights keep a float32 vector
+    beside their shards, from which the fused kernel writes them."""
+    copied = ranks > 1 and not training.lora_rank and training.moment_bytes == FLOAT32_BYTES
+    masters = not training.bf16_masters and (training.masters or copied)
+    return {
+        "weights": float(training.gathered_bytes if training.bf16_masters else FLOAT32_BYTES),
+        "masters": float(FLOAT32_BYTES) if masters else 0.0,
+        "gradients": float(FLOAT32_BYTES),
+        "moments": 2 * training.moment_bytes,
+    }
+
+
 def weights_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
     """Compute the bytes of the weights in the device memory of one of `ranks` fully sharded learner ranks.
 
-    Trained weights are float32. With LoRA, the frozen model is kept once, in the dtype in which ranks exchange it.
-    Adapters are counted as in `adapter_parameters_per_rank`."""
+    With LoRA, the frozen model is kept once, in the dtype in which ranks exchange it. Adapters are counted as in
+    `adapter_parameters_per_rank`."""
+    each = parameter_bytes(training, ranks)["weights"]
     if not training.lora_rank:
-        return FLOAT32_BYTES * model.num_parameters / ranks
+        return each * model.num_parameters / ranks
     frozen = training.gathered_bytes * model.num_parameters / ranks
-    return frozen + float(FLOAT32_BYTES) * adapter_parameters_per_rank(model, training)
+    return frozen + each * adapter_parameters_per_rank(model, training)
 
 
 def base_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
@@ -157,21 +176,29 @@ def base_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
     They are in the published dtype, and each optimiser step merges the adapters into them."""
     if not training.lora_rank:
         return 0.0
-    width = BF16_BYTES if training.masters else FLOAT32_BYTES
+    width = BF16_BYTES if training.masters or training.bf16_masters else FLOAT32_BYTES
     return float(width) * sum(map(prod, matrices(model, training.lora_on))) / ranks
 
 
 def optimiser_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
-    """Compute the bytes of gradients, float32 master weights and moments on one of `ranks` fully sharded learner ranks.
+    """Compute the bytes of gradients, separate masters and moments in the device memory of one of `ranks` fully sharded
+    learner ranks (`parameter_bytes`); without what is offloaded."""
+    state = 0.0 if training.offload else state_bytes(model, training, ranks)
+    return parameter_bytes(training, ranks)["gradients"] * _trained_on_rank(model, training, ranks) + state
 
-    All are float32: together with the weights 20 bytes per trained parameter. Rajbhandari et al. 2019, "ZeRO" (arXiv
-    1910.02054), section 3.1, with weights and gradients in float32. Muon has no second moment for matrices: Jordan et
-    al. 2024. Adapters are counted as in `adapter_parameters_per_rank`."""
-    trained = (
-        adapter_parameters_per_rank(model, training) if training.lora_rank else trained_parameters(model, training)
-    )
-    vectors = (4 if training.masters else 3) * trained - (sum(map(prod, matrices(model))) if training.muon else 0)
-    return float(FLOAT32_BYTES) * vectors / (1 if training.lora_rank else ranks)
+
+def state_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
+    """Compute the bytes of separate masters and moments of one of `ranks` fully sharded learner ranks.
+
+    Muon has no second moment for matrices: Jordan et al. 2024."""
+    each, trained = parameter_bytes(training, ranks), _trained_on_rank(model, training, ranks)
+    less = sum(map(prod, matrices(model))) / ranks if training.muon else 0.0
+    return each["masters"] * trained + each["moments"] * trained - training.moment_bytes * less
+
+
+def _trained_on_rank(model: ModelConfig, training: Training, ranks: int) -> float:
+    """Count the trained parameters of a rank. Adapters are counted as in `adapter_parameters_per_rank`."""
+    return adapter_parameters_per_rank(model, training) if training.lora_rank else model.num_parameters / ranks
 
 
 def activation_bytes(model: ModelConfig, tokens: int, training: Training) -> float:

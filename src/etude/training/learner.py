@@ -29,7 +29,15 @@ from etude.numerics.factory import operators_for
 from etude.records import Batch, Sample, Version
 from etude.records.sample import Published, StepReport
 from etude.training.batch_metrics import BatchMetrics, merge_metrics
-from etude.training.config import CorrectionKind, DpoReference, LearnerConfig, OptimizerKind, PolicyLossKind
+from etude.training.config import (
+    CorrectionKind,
+    DpoReference,
+    LearnerConfig,
+    Masters,
+    Moments,
+    OptimizerKind,
+    PolicyLossKind,
+)
 from etude.training.core import TrainingCore
 from etude.training.corrections import Corrected, correct, decoupled
 from etude.training.flat_batch import FlatBatch, path_rows
@@ -435,6 +443,8 @@ def _metadata_text(config: LearnerConfig, step: int, version: Version | None) ->
         "version": None if version is None else [version.step, version.incarnation, version.digest],
         "weights": str(config.weights),
         "optimizer": str(config.optimizer),
+        "masters": str(config.masters),
+        "moments": str(config.moments),
     }
     return json.dumps(metadata) + "\n"
 
@@ -458,10 +468,12 @@ def _read_metadata(path: Path, config: LearnerConfig) -> tuple[int, Version | No
             f"it contains {metadata}",
             hint=f"delete {path.parent}: a resumed run continues from the checkpoint before it",
         )
-    for name, expected in (("weights", config.weights), ("optimizer", config.optimizer)):
-        if metadata.get(name, OptimizerKind.ADAMW) != expected:
+    before = {"optimizer": OptimizerKind.ADAMW, "masters": Masters.F32, "moments": Moments.F32} | metadata
+    for name in ("weights", "optimizer", "masters", "moments"):
+        expected = getattr(config, name)
+        if before.get(name) != expected:
             raise CheckpointError(
-                f"{path} was saved with learner.{name} = {metadata.get(name)!r}",
+                f"{path} was saved with learner.{name} = {str(before.get(name))!r}",
                 f"the setting is now {str(expected)!r}",
                 hint=f"set learner.{name} to the checkpoint's value",
             )

@@ -276,7 +276,8 @@ def test_of_adapters_and_muon_a_plan_counts_the_numbers_that_the_learners_optimi
     config = ModelConfig(**sizes)
     model = Transformer(config, seed=0)
     muon = Muon(model, exchange=SINGLE_PROCESS, weights=LiveWeights.BF16)
-    held = sum(vector.numel() for vector in (muon.grad, muon.master, muon.first, muon.second))
+    state = muon.state()
+    held = sum(vector.numel() for vector in (muon.grad, state["master"], state["first"], state["second"]))
     assert optimiser_bytes(config, Training(muon=True), 1) == 4 * held
     for on in LoraOn:
         chosen = AdapterConfig(4, 32.0, lora_modules(Transformer(config, seed=0), on), "")
@@ -383,7 +384,9 @@ def test_a_plan_that_does_not_fit_fails_and_names_settings_that_would(tmp_path, 
     printed, error = capsys.readouterr()
     assert "$" not in printed
     assert "error: not enough memory: a rank of the learner needs" in error
-    assert "would fit: learner.ranks = 16 and learner.recompute = true | adapters: learner.lora_rank = 32" in error
+    settings = 'learner.moments = "8bit" and learner.recompute = true'
+    ranks = "learner.ranks = 16 and learner.recompute = true | adapters: learner.lora_rank = 32"
+    assert f"would fit: {settings} | {ranks}" in error
     assert "a device of an engine needs" in error
     assert "--engine-ranks " in error
     argv += ["--learner-ranks", "16", "--set", "learner.recompute=true", "--engine-ranks", "4"]
