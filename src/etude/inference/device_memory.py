@@ -45,10 +45,11 @@ class DeviceMemory:
         self, sizes: ModelConfig, operators: Operators, *, num_slots: int, context_tokens: int, device: torch.device
     ) -> None:
         kind = sizes.attention
-        if sizes.sliding_layers or (isinstance(kind, GroupedQueries) and kind.sinks):
+        if sizes.linear_layers or sizes.sliding_layers or (isinstance(kind, GroupedQueries) and kind.sinks):
+            lacks = "gated delta layers" if sizes.linear_layers else "sliding windows and no sinks"
             raise ConfigError(
                 f"an engine on {device} cannot compute a model of family {sizes.family}",
-                "its attention there has no sliding windows and no sinks",
+                f"its attention there has no {lacks}",
                 hint="use engines on CPUs",
             )
         kept, dtype = sizes.cache_layout, operators.storage_dtype

@@ -255,7 +255,7 @@ def stored_shapes(found: Iterable[str], config: ModelConfig) -> Iterator[tuple[s
 def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
     d, at = config.hidden_size, f"model.layers.{layer}."
     yield at + "input_layernorm.weight", (d,)
-    yield from ((f"{at}self_attn.{name}", shape) for name, shape in config.attention.shapes(config).items())
+    yield from ((f"{at}self_attn.{name}", shape) for name, shape in config.attention_of(layer).shapes(config).items())
     yield at + "post_attention_layernorm.weight", (d,)
     if config.has_router(layer):
         yield from _expert_shapes(config, at)
@@ -274,6 +274,8 @@ def _expert_shapes(config: ModelConfig, at: str) -> Iterator[tuple[str, Shape]]:
         yield from _mlp_shapes(f"{at}mlp.experts.{e}.", d, hidden, bias=bias)
     if config.num_shared:
         yield from _mlp_shapes(at + "mlp.shared_experts.", d, config.num_shared * hidden)
+    if config.architecture.shared_gate:
+        yield at + "mlp.shared_expert_gate.weight", (1, d)
 
 
 def _mlp_shapes(at: str, width: int, hidden: int, *, bias: bool = False) -> Iterator[tuple[str, Shape]]:

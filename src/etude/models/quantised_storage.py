@@ -37,6 +37,7 @@ FP8_DTYPE = "F8_E4M3"
 FP8_SCALE = "_scale_inv"
 """Suffix of the name of a weight's block scales."""
 METHOD = "compressed-tensors"
+_MATRIX = re.compile(r"_proj(_with_mqa|_qkvz?|_z|_ba?|_a)?\.weight$")
 _FORMAT_NAMES = {
     Quantise.MXFP8: "mxfp8-quantized",
     Quantise.MXFP4: "mxfp4-pack-quantized",
@@ -52,7 +53,7 @@ def is_quantised(name: str) -> bool:
     >>> [is_quantised(f"model.layers.0.{n}.weight") for n in ("self_attn.q_proj", "mlp.gate", "input_layernorm")]
     [True, False, False]
     """
-    return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
+    return _MATRIX.search(name) is not None
 
 
 def stored_parts(name: str, shape: tuple[int, ...], kind: Quantise) -> dict[str, Part]:
