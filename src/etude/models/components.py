@@ -179,6 +179,24 @@ class ClampedSwiglu:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """Sizes of the indexer of DeepSeek-V3.2, which chooses the `top_k` keys to which a token attends.
+
+    Up to a context of `top_k` tokens it chooses all keys, so attention does not depend on it. Longer contexts are
+    refused. Its weights are kept, and not trained. `heads`, `width`: of its queries."""
+
+    heads: int = ranged(64, low=1)
+    width: int = ranged(128, low=1)
+    top_k: int = ranged(2048, low=1)
+
+    def shapes(self, hidden_size: int, q_rank: int) -> dict[str, Shape]:
+        """Return the shape of each weight, by its name in the layer."""
+        found: dict[str, Shape] = {"wq_b.weight": (self.heads * self.width, q_rank)}
+        found |= {"wk.weight": (self.width, hidden_size), "weights.weight": (self.heads, hidden_size)}
+        return found | {"k_norm.weight": (self.width,), "k_norm.bias": (self.width,)}
+
+
+@dataclass(frozen=True)
 class Latent:
     """Sizes of multi-head latent attention (MLA; arXiv 2405.04434, §2.1).
 
@@ -188,7 +206,8 @@ class Latent:
       latent.
     - `nope_dim`: width of the part of a head's query and key without RoPE.
     - `rope_dim`: width of the part of a head's query with RoPE, and of the shared key.
-    - `interleaved`: RoPE rotates neighbouring numbers, not the two halves."""
+    - `interleaved`: RoPE rotates neighbouring numbers, not the two halves.
+    - `indexer`: sizes of the indexer of DeepSeek-V3.2; it needs a `q_rank`."""
 
     layer: ClassVar[str] = "etude.models.latent:LatentAttention"
     undivided: ClassVar[str] = ""
@@ -198,12 +217,15 @@ class Latent:
     value_dim: int = ranged(32, low=1)
     q_rank: int | None = None
     interleaved: bool = True
+    indexer: Indexer | None = None
 
     def __post_init__(self) -> None:
         if self.rope_dim % 2:
             raise ValueError(f"rope_dim = {self.rope_dim}, but RoPE needs an even number")
         if self.q_rank is not None and self.q_rank < 1:
             raise ValueError(f"q_rank = {self.q_rank}, expected at least 1, or none")
+        if self.indexer is not None and self.q_rank is None:
+            raise ValueError("an indexer needs q_rank, the width of the queries' latent")
 
     @property
     def head_dim(self) -> int:
@@ -218,7 +240,10 @@ class Latent:
         found |= {"kv_a_proj_with_mqa": (self.kv_rank + self.rope_dim, d), "kv_a_layernorm": (self.kv_rank,)}
         found["kv_b_proj"] = (c.num_heads * (self.nope_dim + self.value_dim), self.kv_rank)
         found["o_proj"] = (d, c.num_heads * self.value_dim)
-        return {f"{name}.weight": shape for name, shape in found.items()}
+        of_indexer = {} if self.indexer is None or self.q_rank is None else self.indexer.shapes(d, self.q_rank)
+        return {f"{name}.weight": shape for name, shape in found.items()} | {
+            f"indexer.{name}": shape for name, shape in of_indexer.items()
+        }
 
     def products(self, c: Sizes) -> set[tuple[int, int]]:
         d, heads, kept = c.hidden_size, c.num_heads, self.kv_rank + self.rope_dim

@@ -70,6 +70,8 @@ SIZES = {  # a ModelConfig's field -> the key of config.json
 MOE = {**SIZES, "expert_size": "moe_intermediate_size", "num_experts": "num_experts", "top_k": "num_experts_per_tok"}
 WIDTH = "intermediate_size"
 """The key of config.json with the width of dense layers."""
+_OF_WRAPPER = ("tie_word_embeddings", "quantization_config", "compression_config")
+"""Keys of a model for images and text that are about the text model, too."""
 FIXED: dict[str, tuple[Any, Any]] = {"hidden_act": ("silu", "silu"), "attention_bias": (False, False)}
 OPTIONS: dict[str, Any] = {
     "attention_bias": False,
@@ -366,7 +368,9 @@ class ModelConfig:
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Read the content of a Hugging Face config.json.
 
-        Raises `CheckpointError`, which names an unsupported key or architecture."""
+        Of a model for images and text it is the text model (`ModelFamily.wrappers`). Raises `CheckpointError`, which
+        names an unsupported key or architecture."""
+        raw = text_config(raw)
         family = family_for(raw)
         check_scheme(raw, stacked=family.stacks_experts)
         return family.from_hf(raw)
@@ -414,6 +418,17 @@ class ModelFamily:
     copies_for_mtp: ClassVar[bool] = False
     """Whether a checkpoint has copies of the embedding and the output matrix in each MTP head, as DeepSeek-V3's has.
     They are written again, and not read."""
+    plain_stacks: ClassVar[bool] = False
+    """Whether a checkpoint may have the experts of a layer in one tensor, [E, out, in], gate before up. They are read,
+    and written expert by expert."""
+    wrappers: ClassVar[tuple[str, ...]] = ()
+    """The `model_type` of models for images and text whose text model is of this family. Their config.json has it as
+    `text_config`. Only the text model is read, and checkpoints are written as a text model."""
+    wrapped: ClassVar[Mapping[str, str]] = {}
+    """How the names of tensors begin in checkpoints of `wrappers` → how they begin in checkpoints of the family."""
+    skipped: ClassVar[tuple[str, ...]] = ()
+    """How the names of tensors begin that `unused` drops: those of a vision model around the text model, and others that
+    etude does not compute."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """Parts of tensor names that differ from etude's: etude's part → this family's part.
 
@@ -486,7 +501,14 @@ class ModelFamily:
         user.
 
         `names`: all tensors of the checkpoint."""
-        return set()
+        return {name for name in names if name.startswith(self.skipped)} if self.skipped else set()
+
+    def text_name(self, name: str) -> str:
+        """Return the name of a tensor of the text model, from its name in a checkpoint of `wrappers`."""
+        for begin, own in self.wrapped.items():
+            if name.startswith(begin):
+                return own + name.removeprefix(begin)
+        return name
 
     def hf_name(self, name: str) -> str:
         """Return the name in this family's checkpoints of the tensor that etude calls `name`."""
@@ -599,6 +621,31 @@ def family_of(name: str) -> ModelFamily:
 def own_family_names() -> list[str]:
     """Return the import paths of the user's own families: those in `OWN_FAMILIES` and those named in a config."""
     return [name for name in os.environ.get(OWN_FAMILIES, "").split(",") if name]
+
+
+def wrapped_family(raw: Mapping[str, Any]) -> ModelFamily | None:
+    """Return the family of the text model of a config.json of a model for images and text; None for a text model."""
+    kind = raw.get("model_type")
+    families = (family_of(name) for name in (*FAMILY_NAMES, *own_family_names()))
+    return next((family for family in families if kind in family.wrappers), None)
+
+
+def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config.json of the text model, from that of a model for images and text; of a text model its own.
+
+    Raises `CheckpointError` where it has none."""
+    family = wrapped_family(raw)
+    if family is None:
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise CheckpointError(
+            "config.json is damaged",
+            f"a {raw['model_type']} model needs a section text_config, not {text!r:.80}",
+            hint="copy or download the checkpoint again",
+        )
+    outer = {key: raw[key] for key in _OF_WRAPPER if raw.get(key) is not None}
+    return {**text, **outer, "model_type": family.model_type, "architectures": [family.hf_class]}
 
 
 def family_for(raw: Mapping[str, Any]) -> ModelFamily:

@@ -3,8 +3,7 @@ experts, norms whose weights are distances from 1."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from etude.models.components import AttentionKind, GatedDelta, GroupedQueries, QkNorm, Routing
@@ -22,7 +21,6 @@ _SIZES = {
     "value_dim": "linear_value_head_dim",
     "kernel": "linear_conv_kernel_dim",
 }
-_MTP = re.compile(r"mtp\.")
 
 
 class Qwen3Next(Qwen3Moe):
@@ -42,6 +40,7 @@ class Qwen3Next(Qwen3Moe):
         " decoder_sparse_step, mlp_only_layers, tie_word_embeddings"
     )
     renamed = {".self_attn.linear.": ".linear_attn.", ".shared_experts.": ".shared_expert."}
+    skipped = ("mtp.",)  # a head that predicts further tokens
     shared_gate = True
     centred_norms = True
     no_external_engines = "was not tested with weights of this family"
@@ -88,10 +87,6 @@ class Qwen3Next(Qwen3Moe):
             )
         if c.linear is None or c.linear.by_head != self.by_head:
             raise ValueError(f"family = {self.name!r} needs `linear` with by_head = {str(self.by_head).lower()}")
-
-    def unused(self, names: Iterable[str], c: ModelConfig) -> set[str]:
-        """Return the tensors of the MTP head, which etude does not compute."""
-        return {name for name in names if _MTP.match(name)}
 
     def tiny(self) -> ModelConfig:
         sizes = {**self.tiny_sizes, "expert_size": 12, "num_experts": 4, "top_k": 2, "num_shared": 1}
