@@ -16,7 +16,7 @@ from tests.tiers import first_few
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig
-from etude.models.components import ClampedSwiglu, Latent, Routing, Scores
+from etude.models.components import ClampedSwiglu, GatedDelta, Latent, Routing, Scores
 from etude.numerics.exact import matmul
 from etude.numerics.exact.operators import Exact
 from etude.numerics.native import Native
@@ -40,12 +40,23 @@ GLM = dataclasses.replace(
 GPT_OSS = dataclasses.replace(
     QWEN, family="gpt_oss", attention_bias=True, sliding_layers=(0,), sliding_window=24, swiglu=ClampedSwiglu(limit=0.5)
 )
-FAMILIES = {"qwen3-moe": QWEN, "gpt-oss": GPT_OSS, "deepseek-v3": DEEPSEEK, "olmoe": OLMOE, "glm4-moe": GLM}
+NEXT = dataclasses.replace(
+    QWEN, family="qwen3_next", num_layers=3, num_shared=2, rotary_dim=8, linear_layers=(0, 2),
+    linear=GatedDelta(key_heads=2, value_heads=4, key_dim=13, value_dim=9),
+)  # fmt: skip
+FAMILIES = {
+    "qwen3-next": NEXT,
+    "qwen3-moe": QWEN,
+    "gpt-oss": GPT_OSS,
+    "deepseek-v3": DEEPSEEK,
+    "olmoe": OLMOE,
+    "glm4-moe": GLM,
+}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (3, 17, 70, 150, 201)
 NUM = 12
 every_model = pytest.mark.parametrize(
-    ("family", "dtype"), first_few(itertools.product(FAMILIES, DTYPES), 13), ids=lambda v: str(v).removeprefix("torch.")
+    ("family", "dtype"), first_few(itertools.product(FAMILIES, DTYPES), 16), ids=lambda v: str(v).removeprefix("torch.")
 )
 
 

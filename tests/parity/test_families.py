@@ -110,8 +110,8 @@ NEXT = {
     "partial_rotary_factor": 0.5,
     "linear_num_key_heads": 3,
     "linear_num_value_heads": 6,
-    "linear_key_head_dim": 13,
-    "linear_value_head_dim": 10,
+    "linear_key_head_dim": 29,
+    "linear_value_head_dim": 22,
     "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }

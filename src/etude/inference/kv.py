@@ -54,7 +54,6 @@ class KVCache:
         self.num_slots, self.length = num_slots, -(-context_tokens // KERNEL_BLOCK) * KERNEL_BLOCK
         kept, dtype = sizes.cache_layout, operators.storage_dtype
         self.heads, self.group, self.value_width = kept.heads, sizes.num_heads // kept.heads, kept.value_width
-        shape = (num_slots, self.heads, self.length)
         num_layers, without = sizes.num_layers + heads, set(sizes.linear_layers)
         places = [(num_slots, self.heads, 0 if i in without else self.length) for i in range(num_layers)]
         self.keys = [lazy_zeros((*place, kept.key_width), dtype) for place in places]
@@ -182,9 +181,7 @@ class StepCache:
             )
         ]
 
-    def _begin_states(
-        self, states: SlotStates, decode_slots: I64, decode_positions: I64, chunks: list[Span]
-    ) -> None:
+    def _begin_states(self, states: SlotStates, decode_slots: I64, decode_positions: I64, chunks: list[Span]) -> None:
         slots = np.concatenate([decode_slots, np.array([c.slot for c in chunks], np.int64)])
         starts = np.concatenate([decode_positions, np.array([c.start for c in chunks], np.int64)])
         lengths = [1] * len(decode_slots) + [c.stop - c.start for c in chunks]

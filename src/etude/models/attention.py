@@ -29,7 +29,6 @@ from etude.numerics.exact.options import AttentionOptions
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import SINGLE_RANK, Parallel
 
-
 States = tuple[torch.Tensor, ...]
 """What a recurrent layer keeps of S sequences, [S, ...] each: for a gated delta layer the shapes of `state_shapes`."""
 Scan = Callable[[Sequence[torch.Tensor], States | None, Segments], tuple[torch.Tensor, States]]
@@ -203,8 +202,10 @@ class PackedTree:
 
 @dataclass(frozen=True)
 class _Level:
-    """The pieces of a tree that have the same number of pieces before them. `rows`: int64, their tokens, one piece after
-    another. `parents`: int64, for each of them the piece before it, by its place in the level above."""
+    """The pieces of a tree that have the same number of pieces before them.
+
+    `rows`: int64, their tokens, one piece after another. `parents`: int64, for each of them the piece before it, by its
+    place in the level above."""
 
     rows: torch.Tensor
     parents: torch.Tensor
@@ -255,7 +256,11 @@ class Attention(nn.Module):
         self.operators, self.parallel, self.qk_norm = operators, parallel, kind.qk_norm
         self.heads, self.kv_heads, self.head_dim, self.eps = c.num_heads, c.num_kv_heads, c.head_dim, c.rms_eps
         self.gated, self.centred = kind.gated, c.architecture.centred_norms
-        self.rows = [c.num_heads * (1 + kind.gated) * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
+        self.rows = [
+            c.num_heads * (1 + kind.gated) * c.head_dim,
+            c.num_kv_heads * c.head_dim,
+            c.num_kv_heads * c.head_dim,
+        ]
         self.qkv = nn.Parameter(torch.empty(sum(self.rows), c.hidden_size))
         self.bias = nn.Parameter(torch.zeros(self.qkv.shape[0])) if kind.bias else None  # of queries, keys, values
         self.out = nn.Parameter(torch.empty(c.hidden_size, c.num_heads * c.head_dim))

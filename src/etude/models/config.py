@@ -427,8 +427,8 @@ class ModelFamily:
     wrapped: ClassVar[Mapping[str, str]] = {}
     """How the names of tensors begin in checkpoints of `wrappers` → how they begin in checkpoints of the family."""
     skipped: ClassVar[tuple[str, ...]] = ()
-    """How the names of tensors begin that `unused` drops: those of a vision model around the text model, and others that
-    etude does not compute."""
+    """How the names of tensors begin that `unused` drops: those of a vision model around the text model, and others
+    that etude does not compute."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """Parts of tensor names that differ from etude's: etude's part → this family's part.
 

@@ -1,8 +1,8 @@
-"""Gated delta layers (arXiv 2412.06464) as in Qwen3-Next and transformers: linear attention whose state has a fixed size.
+"""Gated delta layers (arXiv 2412.06464) as in Qwen3-Next and transformers: linear attention with a state of fixed size.
 
 Queries, keys and values of a token pass a short convolution over time, and then the gated delta rule
-(`numerics.delta_rule`), which reads and writes a matrix for each head. What a sequence keeps is the latest inputs of the
-convolution and these matrices, whatever its length: a `Cache` stores them (`Cache.recur`).
+(`numerics.delta_rule`), which reads and writes a matrix for each head. What a sequence keeps is the latest inputs of
+the convolution and these matrices, whatever its length: a `Cache` stores them (`Cache.recur`).
 
 Shapes: N tokens, S segments, D width, G key heads, H value heads, A key width, B value width, C channels, K taps."""
 

@@ -349,8 +349,8 @@ def read_json(path: Path) -> dict[str, object]:
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Read the headers of all tensors of a directory, in one file or in shards with an index.
 
-    For an adapter directory, the headers of its base are read. Names are those of the text model. Raises `CheckpointError` for a missing or damaged
-    file."""
+    For an adapter directory, the headers of its base are read. Names are those of the text model. Raises
+    `CheckpointError` for a missing or damaged file."""
     folder = base_of(folder)
     tensors: dict[str, StoredTensor] = {}
     if not (folder / INDEX).is_file():

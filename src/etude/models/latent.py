@@ -56,7 +56,11 @@ class LatentAttention(nn.Module):
     def forward(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, hook: ForwardHook) -> torch.Tensor:
         """Return the outputs of N tokens, [N, D] like the inputs; keys and values, or latents, go into the cache."""
         ops, at, n = self.operators, self.latent, len(x_ND)
-        if at.indexer is not None and cache.positions.device.type == "cpu" and cache.positions.max() >= at.indexer.top_k:
+        if (
+            at.indexer is not None
+            and cache.positions.device.type == "cpu"
+            and cache.positions.max() >= at.indexer.top_k
+        ):
             raise ConfigError(
                 f"a context of {int(cache.positions.max()) + 1} tokens is too long for this model",
                 f"from {at.indexer.top_k} tokens on (index_topk) its attention is sparse, which etude does not compute",

@@ -11,8 +11,8 @@ Matrices are [in, out], the transpose of etude's. In mxfp4 (`quant_method: "mxfp
 `X_blocks` U8 [E, out, in/32, 16] has two numbers a byte, the low bits first, and `X_scales` U8 [E, out, in/32] their
 exponents.
 
-Qwen3.5's checkpoints have *plain* stacks, which are read only: `gate_up_proj` [E, 2F, D], gate before up, and `down_proj`
-[E, D, F], without biases, and with matrices as etude has them.
+Qwen3.5's checkpoints have *plain* stacks, which are read only: `gate_up_proj` [E, 2F, D], gate before up, and
+`down_proj` [E, D, F], without biases, and with matrices as etude has them.
 
 In the model, in published versions and in files that several ranks of a learner write, each expert has tensors of its
 own, as in the other families.

@@ -19,8 +19,8 @@ _BIAS = "e_score_correction_bias"
 
 
 def stays_float32(name: str) -> bool:
-    """Return whether a tensor stays float32 whatever dtype weights are stored in: router biases, as in transformers, and
-    indexers, which are not trained."""
+    """Return whether a tensor stays float32 whatever dtype weights are stored in: router biases, as in transformers,
+    and indexers, which are not trained."""
     return name.endswith((_BIAS, ".weight_global_scale")) or ".indexer." in name
 
 

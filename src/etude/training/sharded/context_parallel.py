@@ -97,7 +97,6 @@ class ContextParallelCache:
             start += length
         return torch.cat(outs)
 
-
     def recur(self, layer: int, inputs: Sequence[torch.Tensor], scan: Scan) -> torch.Tensor:
         """Raise `ConfigError`: a state would have to pass through the ranks one after another."""
         raise ConfigError(
