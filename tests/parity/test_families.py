@@ -103,6 +103,7 @@ GLM = {
 }
 MINIMAX = {**MIXTRAL, "rotary_dim": 8}
 GPT_OSS = {**MIXTRAL, "sliding_window": 7, "swiglu_limit": 0.8}
+TWO = ["linear_attention", "full_attention"]
 MANY = {"num_hidden_layers": 2, "num_experts_per_tok": 8}
 NEXT = {
     **MOE,
@@ -207,11 +208,11 @@ VARIANTS = {
             Qwen3NextForCausalLM, NEXT, 4, layer_types=None, num_hidden_layers=4, linear_conv_kernel_dim=2
         ),
         "qwen3-next 512 experts": variant(
-            Qwen3NextForCausalLM, {**NEXT, "layer_types": None}, 2, num_experts=512, moe_intermediate_size=4,
+            Qwen3NextForCausalLM, {**NEXT, "layer_types": TWO}, 2, num_experts=512, moe_intermediate_size=4,
             **{**MANY, "num_experts_per_tok": 10},
         ),
         "qwen3.5-moe 256 experts": variant(
-            Qwen3_5MoeForCausalLM, {**QWEN35, "layer_types": None}, 2, num_experts=256, moe_intermediate_size=4, **MANY
+            Qwen3_5MoeForCausalLM, {**QWEN35, "layer_types": TWO}, 2, num_experts=256, moe_intermediate_size=4, **MANY
         ),
         "deepseek-v3.2 yarn, all layers with experts": variant(
             DeepseekV32ForCausalLM, DEEPSEEK32, 3, first_k_dense_replace=0, rope_parameters=DEEPSEEK_YARN

@@ -64,7 +64,7 @@ class GatedDeltaLayer(nn.Module):
         if not at.by_head:
             return list(torch.split(y_NO, rows, -1))
         each = at.value_heads // at.key_heads
-        qkvz, ba = (part.unflatten(-1, (at.key_heads, -1)) for part in torch.split(y_NO, rows, -1))
+        qkvz, ba = (part.reshape(len(part), at.key_heads, -1) for part in torch.split(y_NO, rows, -1))
         widths = [at.key_dim, at.key_dim, each * at.value_dim, each * at.value_dim]
         *qkv, z = (part.flatten(1) for part in torch.split(qkvz, widths, -1))
         return [torch.cat(qkv, -1), z, *(part.flatten(1) for part in torch.split(ba, each, -1))]
@@ -82,8 +82,8 @@ class GatedDeltaLayer(nn.Module):
         keys = at.key_heads * at.key_dim
         q, k, v = torch.split(y_NC, [keys, keys, at.value_heads * at.value_dim], -1)
         each = at.value_heads // at.key_heads
-        q, k = (unit(x.unflatten(-1, (at.key_heads, -1))).repeat_interleave(each, 1) for x in (q, k))
-        v_NHB = v.unflatten(-1, (at.value_heads, -1))
+        q, k = (unit(x.reshape(len(x), at.key_heads, -1)).repeat_interleave(each, 1) for x in (q, k))
+        v_NHB = v.reshape(len(v), at.value_heads, -1)
         o, state = ops.delta_rule((q * at.key_dim**-0.5, k, v_NHB, g_NH, beta_NH), state, segments)
         return o, (last, state)
 

@@ -204,5 +204,5 @@ def dequantise_int4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
     values = ((packed[..., None] >> shifts) & 15).flatten(1) - 8
-    groups = values.float().unflatten(1, (scale.shape[1], -1)) * scale.float()[..., None]
-    return groups.flatten(1)
+    each = scale.float().repeat_interleave(values.shape[1] // scale.shape[1], 1)
+    return values.float() * each

@@ -101,19 +101,16 @@ def unit(x_NHA: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
 
 
 def recurrent(
-    q_NHA: torch.Tensor,
-    k_NHA: torch.Tensor,
-    v_NHB: torch.Tensor,
-    g_NH: torch.Tensor,
-    beta_NH: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
     state_SHAB: torch.Tensor | None,
     segments: Segments,
     elementwise: Elementwise,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the gated delta rule token after token, all float32. Not differentiable.
 
-    `g_NH`: the logarithm of the decay. `state_SHAB`: before the first token of each segment; None: zeros. Segments are
-    computed side by side. Returns the outputs [N, H, B] and the states after the last tokens."""
+    `inputs`: q and k [N, H, A], v [N, H, B], and g, the logarithm of the decay, and beta [N, H]. `state_SHAB`: before
+    the first token of each segment; None: zeros. Segments are computed side by side. Returns the outputs [N, H, B] and the states after the last tokens."""
+    q_NHA, k_NHA, v_NHB, g_NH, beta_NH = inputs
     widths = [q_NHA.shape[-1], k_NHA.shape[-1], v_NHB.shape[-1], 1, 1]
     decay_NH = elementwise(torch.exp, g_NH)
     all_NH = torch.cat([q_NHA, k_NHA, v_NHB, decay_NH[..., None], beta_NH[..., None]], -1)
@@ -133,23 +130,18 @@ def recurrent(
     return o_NHB, torch.empty_like(states).index_copy_(0, order, states)
 
 
-def chunked(
-    q_THA: torch.Tensor,
-    k_THA: torch.Tensor,
-    v_THB: torch.Tensor,
-    g_TH: torch.Tensor,
-    beta_TH: torch.Tensor,
-    state_HAB: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def chunked(inputs: Sequence[torch.Tensor], state_HAB: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the gated delta rule in one sequence, chunk by chunk, all float32. Differentiable.
 
     With the states written out, what the tokens of a chunk write solves a triangular system. Returns the outputs [T, H,
     B] and the last state."""
+    q_THA, k_THA, v_THB, g_TH, beta_TH = inputs
     num, size = len(q_THA), min(CHUNK, len(q_THA))
     rest = -num % size
 
     def by_chunk(x: torch.Tensor) -> torch.Tensor:  # [H, chunks, size, width]
-        return F.pad(x, (0, 0, 0, 0, 0, rest)).transpose(0, 1).unflatten(1, (-1, size))
+        padded = F.pad(x, (0, 0, 0, 0, 0, rest)).transpose(0, 1)
+        return padded.reshape(len(padded), -1, size, x.shape[-1])
 
     q, k, v, g, beta = map(by_chunk, (q_THA, k_THA, v_THB, g_TH[..., None], beta_TH[..., None]))
     total = g.cumsum(2)
@@ -178,7 +170,7 @@ def chunked_segments(
     """Compute `chunked` for each segment. `inputs`: q, k, v, g and beta, as for `recurrent`."""
     parts = zip(*(torch.split(x, segments.lengths) for x in inputs), strict=True)
     states = [None] * len(segments.lengths) if state_SHAB is None else state_SHAB.unbind()
-    done = [chunked(*part, state) for part, state in zip(parts, states, strict=True)]
+    done = [chunked(part, state) for part, state in zip(parts, states, strict=True)]
     return torch.cat([o for o, _ in done]), torch.stack([state for _, state in done])
 
 
@@ -198,15 +190,15 @@ class _Recurrent(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.segments = segments
         ctx.save_for_backward(state, *inputs)
-        q, k, v, g, beta = inputs
-        return recurrent(q, k, v, g, beta, state, segments, elementwise)
+        return recurrent(inputs, state, segments, elementwise)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        state, *inputs = (None if x is None else x.detach().requires_grad_() for x in ctx.saved_tensors)
+        first, *rest = ctx.saved_tensors
+        state = None if first is None else first.detach().requires_grad_()
+        inputs = [x.detach().requires_grad_() for x in rest]
         with torch.enable_grad():
             done = chunked_segments(inputs, state, ctx.segments)
-        wanted = [x for x in (state, *inputs) if x is not None]
-        found = torch.autograd.grad(done, wanted, gradients)
+        found = torch.autograd.grad(done, [*([] if state is None else [state]), *inputs], gradients)
         return None, None, *([None] if state is None else []), *found

@@ -187,7 +187,7 @@ class Operators:
         if torch.is_grad_enabled() or max(segments.lengths) > 1:
             o, states = delta_rule.chunked_segments(inputs, state_SHAB, segments)
         else:
-            o, states = delta_rule.recurrent(*inputs, state_SHAB, segments, self.elementwise)
+            o, states = delta_rule.recurrent(inputs, state_SHAB, segments, self.elementwise)
         return o.to(self.dtype), states
 
     def rotate(self, x_NHA: torch.Tensor, cos_N1A: torch.Tensor, sin_N1A: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from etude.models.components import Indexer, Latent, Routing, Scores
@@ -46,13 +45,13 @@ class DeepseekV3(ModelFamily):
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         raw = {"num_key_value_heads": raw.get("num_attention_heads"), **raw}
+        rest: dict[str, Any] = {"indexer": Indexer(**positive_ints(raw, _INDEXER))} if self.indexed else {}
         latent = Latent(
             **positive_ints(raw, _LATENT),
             q_rank=None if raw.get("q_lora_rank") is None else positive_int(raw, "q_lora_rank"),
             interleaved=boolean(raw, "rope_interleave", default=True),
+            **rest,
         )
-        if self.indexed:
-            latent = replace(latent, indexer=Indexer(**positive_ints(raw, _INDEXER)))
         return {**self.read_layers(raw), "head_dim": latent.head_dim, "latent": latent}
 
     def read_layers(self, raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ experts, norms whose weights are distances from 1."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from etude.models.components import AttentionKind, GatedDelta, GroupedQueries, QkNorm, Routing
 from etude.models.config import FIXED, ModelConfig
@@ -40,7 +40,7 @@ class Qwen3Next(Qwen3Moe):
         " decoder_sparse_step, mlp_only_layers, tie_word_embeddings"
     )
     renamed = {".self_attn.linear.": ".linear_attn.", ".shared_experts.": ".shared_expert."}
-    skipped = ("mtp.",)  # a head that predicts further tokens
+    skipped: ClassVar[tuple[str, ...]] = ("mtp.",)  # a head that predicts further tokens
     shared_gate = True
     centred_norms = True
     no_external_engines = "was not tested with weights of this family"
