@@ -17,6 +17,7 @@ width, Z value width."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -26,6 +27,7 @@ import torch
 from etude.errors import ConfigError
 from etude.inference.kv import I64, Span
 from etude.models import ModelConfig
+from etude.models.attention import Scan
 from etude.models.components import GroupedQueries
 from etude.numerics import varlen_attention
 from etude.numerics.exact.options import AttentionOptions
@@ -155,6 +157,10 @@ class DeviceStep:
         if not self.memory.shared:
             values.flatten(0, 1).index_copy_(0, self._places, v_NGZ)
         return self._attend(q_NHA, keys, values, scale)
+
+    def recur(self, layer: int, inputs: Many[torch.Tensor], scan: Scan) -> torch.Tensor:
+        """Raise `ConfigError`: `DeviceMemory` has refused models with recurrent layers."""
+        raise ConfigError(f"layer {layer} is recurrent", "engines on devices have no states", hint="use a CPU")
 
 
 def _vendor_attention(of: Sequences, num_rows: int, length: int) -> Attend:

@@ -40,7 +40,7 @@ class GatedDeltaLayer(nn.Module):
         self.operators, self.eps = operators, c.rms_eps
         self.inward = nn.Parameter(torch.empty(sum(at.inward.values()), c.hidden_size))
         self.taps = nn.Parameter(torch.empty(at.channels, at.kernel))
-        self.decay = nn.Parameter(torch.zeros(at.value_heads))  # logarithm of the rate
+        self.decay = nn.Parameter(torch.linspace(0.01, 16.0, at.value_heads).log())  # logarithm of the rate
         self.step = nn.Parameter(torch.ones(at.value_heads))  # bias of the time step
         self.norm = nn.Parameter(torch.ones(at.value_dim))
         self.out = nn.Parameter(torch.empty(c.hidden_size, at.value_heads * at.value_dim))

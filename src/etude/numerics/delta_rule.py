@@ -109,7 +109,8 @@ def recurrent(
     """Compute the gated delta rule token after token, all float32. Not differentiable.
 
     `inputs`: q and k [N, H, A], v [N, H, B], and g, the logarithm of the decay, and beta [N, H]. `state_SHAB`: before
-    the first token of each segment; None: zeros. Segments are computed side by side. Returns the outputs [N, H, B] and the states after the last tokens."""
+    the first token of each segment; None: zeros. Segments are computed side by side. Returns the outputs [N, H, B] and
+    the states after the last tokens."""
     q_NHA, k_NHA, v_NHB, g_NH, beta_NH = inputs
     widths = [q_NHA.shape[-1], k_NHA.shape[-1], v_NHB.shape[-1], 1, 1]
     decay_NH = elementwise(torch.exp, g_NH)

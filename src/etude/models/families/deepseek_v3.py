@@ -45,12 +45,13 @@ class DeepseekV3(ModelFamily):
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         raw = {"num_key_value_heads": raw.get("num_attention_heads"), **raw}
-        rest: dict[str, Any] = {"indexer": Indexer(**positive_ints(raw, _INDEXER))} if self.indexed else {}
+        sizes: dict[str, Any] = {**positive_ints(raw, _LATENT)}
+        if self.indexed:
+            sizes["indexer"] = Indexer(**positive_ints(raw, _INDEXER))
         latent = Latent(
-            **positive_ints(raw, _LATENT),
+            **sizes,
             q_rank=None if raw.get("q_lora_rank") is None else positive_int(raw, "q_lora_rank"),
             interleaved=boolean(raw, "rope_interleave", default=True),
-            **rest,
         )
         return {**self.read_layers(raw), "head_dim": latent.head_dim, "latent": latent}
 
