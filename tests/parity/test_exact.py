@@ -120,7 +120,8 @@ def test_a_fork_changes_no_bit(family: str, dtype: torch.dtype) -> None:
 
     forked, branch = asyncio.run(story())
     (alone,) = sampled(model, [branch])
-    assert (forked.num_cached >= 79, alone.num_cached) == (True, 0)
+    least = 64 if model.config.linear_layers else 79  # states are kept at multiples of 16 tokens
+    assert (forked.num_cached >= least, alone.num_cached) == (True, 0)
     assert said([forked]) == said([alone])
     assert np.array_equal(forked.routes, alone.routes)
 
@@ -131,7 +132,7 @@ def test_siblings_that_share_a_prompt_have_the_bits_of_each_alone(family: str, d
     system, *own = prompts(model.config, (150, 3, 40, 17, 1))
     requests = [asked(i, np.concatenate([system, more]), tokens=6) for i, more in enumerate(own)]
     alone = [sampled(model, [request], share_prefixes=False)[0] for request in requests]
-    shared = sampled(model, requests)
+    shared = sampled(model, requests, chunk_tokens=50)
     assert [done.num_cached for done in alone] == [0, 0, 0, 0]
     assert [done.num_cached for done in shared] == [0, 150, 150, 150]
     assert said(shared) == said(alone)

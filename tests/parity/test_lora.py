@@ -160,6 +160,8 @@ def test_gradients_are_those_of_the_merged_matrices_by_the_chain_rule(
     tmp_path: Path, sizes: ModelConfig, numerics: NumericsConfig
 ) -> None:
     torch.set_num_threads(1)
+    if sizes.linear_layers and numerics.degree > 1:
+        pytest.skip("tensor-parallel ranks cannot divide gated delta layers")
     f32 = {"weights": LiveWeights.F32, "replay_routes": False}
     low = TorchLearner(replace(LORA, **f32), numerics=numerics, refuse_mismatch=False)
     low.load(start_of(tmp_path, sizes, dtype="f32"))
