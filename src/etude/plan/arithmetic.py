@@ -75,12 +75,8 @@ def kv_bytes_device(model: ModelConfig, devices: int, width: int = BF16_BYTES) -
     kept = model.cache_layout
     if kept.shared:
         return kv_bytes_token(model, width)
-    return (
-        (model.num_layers - len(model.linear_layers))
-        * -(-kept.heads // devices)
-        * (kept.key_width + kept.value_width)
-        * width
-    )
+    layers = model.num_layers - len(model.linear_layers)
+    return layers * -(-kept.heads // devices) * (kept.key_width + kept.value_width) * width
 
 
 def state_bytes(model: ModelConfig) -> int:
