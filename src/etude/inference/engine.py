@@ -89,6 +89,21 @@ class ReferenceEngine:
                 f"the model has positions for {model.config.context_tokens} tokens",
                 hint="lower context_tokens (option --context-tokens N), or use a model with a longer context",
             )
+        indexer = model.config.latent.indexer if model.config.latent is not None else None
+        if indexer is not None and self.config.context_tokens > indexer.top_k:
+            raise EngineError(
+                f"context_tokens = {self.config.context_tokens} of the engine is too large",
+                f"from {indexer.top_k} tokens on (index_topk) the model's attention is sparse, which etude does not "
+                "compute",
+                hint=f"lower context_tokens to at most {indexer.top_k}",
+            )
+        if model.config.linear_layers and (drafter or self.config.speculation is not Speculation.OFF):
+            raise EngineError(
+                f"engine.speculation = {str(self.config.speculation)!r} is not possible",
+                f"the model, a {model.config.family}, has gated delta layers: a rejected draft cannot be taken out of "
+                "their states",
+                hint="set engine.speculation = 'off'",
+            )
         self.counters = Counters()
         self.trouble = ""  # why the latest adoption failed; "" when it did not fail
         self._checks = RequestChecks(name, model.config.vocab_size, self.config.context_tokens)
@@ -100,10 +115,12 @@ class ReferenceEngine:
             step_tokens=self.config.step_tokens,
             max_waiting=self.config.max_waiting,
             share=share_prefixes,
+            grain=self.config.chunk_tokens if model.config.linear_layers else 1,
         )
         slots, length = self.config.max_sequences, self.config.context_tokens
         drafts = drafter is None and self.config.speculation is Speculation.HEADS
-        self._runner = runner_for(model, num_slots=slots, context_tokens=length, drafts=drafts)
+        every = self.config.chunk_tokens if share_prefixes else 0
+        self._runner = runner_for(model, num_slots=slots, context_tokens=length, drafts=drafts, state_every=every)
         heads = self._runner.heads if isinstance(self._runner, Runner) else None
         chosen = drafter or heads or drafter_for(self.config.speculation)
         self._speculator = Speculator(chosen, num_slots=slots, vocab_size=model.config.vocab_size) if chosen else None

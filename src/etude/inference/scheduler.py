@@ -226,7 +226,8 @@ class Scheduler:
     - `chunk_tokens`: prompts are computed in chunks that end at multiples of this number.
     - `step_tokens`: the most prompt tokens of a step.
     - `max_waiting`: the most requests of a class (rollouts, production) that wait for a slot.
-    - `share`: False to compute every prompt whole; for comparisons."""
+    - `share`: False to compute every prompt whole; for comparisons.
+    - `grain`: that of `SlotTable`: 1, or for a model with recurrent layers `chunk_tokens`."""
 
     def __init__(
         self,
@@ -237,8 +238,9 @@ class Scheduler:
         step_tokens: int,
         max_waiting: int,
         share: bool = True,
+        grain: int = 1,
     ) -> None:
-        self.slots = SlotTable(num_slots, context_tokens, share=share)
+        self.slots = SlotTable(num_slots, context_tokens, share=share, grain=grain)
         self.chunk_tokens, self.step_tokens, self.max_waiting = chunk_tokens, step_tokens, max_waiting
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []

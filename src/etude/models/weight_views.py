@@ -19,8 +19,9 @@ _BIAS = "e_score_correction_bias"
 
 
 def stays_float32(name: str) -> bool:
-    """Return whether a tensor stays float32 whatever dtype weights are stored in, as in transformers."""
-    return name.endswith((_BIAS, ".weight_global_scale"))
+    """Return whether a tensor stays float32 whatever dtype weights are stored in: router biases, as in transformers,
+    and indexers, which are not trained."""
+    return name.endswith((_BIAS, ".weight_global_scale")) or ".indexer." in name
 
 
 def views(model: Transformer) -> dict[str, torch.Tensor]:
@@ -52,11 +53,9 @@ def hf_views(model: Transformer) -> dict[str, torch.Tensor]:
 
 
 def hf_biases(model: Transformer) -> dict[str, torch.Tensor]:
-    """Return the router biases by Hugging Face name, float32 [E] views. They are not parameters."""
-    outside = model.config.architecture.hf_name
-    blocks = enumerate([*model.blocks, *(head.block for head in model.mtp)])
-    found = {outside(f"model.layers.{i}.mlp.gate.{_BIAS}"): getattr(one.experts, "bias", None) for i, one in blocks}
-    return {name: bias for name, bias in found.items() if bias is not None}
+    """Return the router biases by Hugging Face name, float32 [E] views, and the weights of indexers. They are no
+    parameters."""
+    return {name: view for name, view in hf_views(model).items() if name.endswith(_BIAS) or ".indexer." in name}
 
 
 def _block_views(block: Block) -> dict[str, torch.Tensor]:

@@ -33,9 +33,12 @@ def attention_flops(model: ModelConfig, context: float) -> float:
     """Compute the FLOPs of attention for one token that attends to `context` keys, in all layers.
 
     There are 2 products with 2 FLOPs per element in each head and layer: Chowdhery et al. 2022, "PaLM" (arXiv
-    2204.02311), appendix B."""
-    width = model.head_dim + model.value_dim
-    return 2.0 * model.num_layers * model.num_heads * width * context
+    2204.02311), appendix B. A gated delta layer decays, reads and changes each number of its state, and reads it again:
+    8 FLOPs per number, whatever the context (Yang et al. 2024, arXiv 2412.06464, eq. 10)."""
+    width, linear = model.head_dim + model.value_dim, model.linear
+    full = model.num_layers - len(model.linear_layers)
+    states = 0 if linear is None else len(model.linear_layers) * linear.value_heads * linear.key_dim * linear.value_dim
+    return 2.0 * full * model.num_heads * width * context + 8.0 * states
 
 
 def forward_flops(model: ModelConfig, context: float) -> float:
@@ -62,7 +65,7 @@ def kv_bytes_token(model: ModelConfig, width: int = BF16_BYTES) -> int:
     Shazeer 2019 (arXiv 1911.02150); latents: DeepSeek-AI 2024, "DeepSeek-V2" (arXiv 2405.04434), table 1."""
     kept = model.cache_layout
     values = 0 if kept.shared else kept.heads * kept.value_width
-    return model.num_layers * (kept.heads * kept.key_width + values) * width
+    return (model.num_layers - len(model.linear_layers)) * (kept.heads * kept.key_width + values) * width
 
 
 def kv_bytes_device(model: ModelConfig, devices: int, width: int = BF16_BYTES) -> int:
@@ -74,7 +77,17 @@ def kv_bytes_device(model: ModelConfig, devices: int, width: int = BF16_BYTES) -
     kept = model.cache_layout
     if kept.shared:
         return kv_bytes_token(model, width)
-    return model.num_layers * -(-kept.heads // devices) * (kept.key_width + kept.value_width) * width
+    layers = model.num_layers - len(model.linear_layers)
+    return layers * -(-kept.heads // devices) * (kept.key_width + kept.value_width) * width
+
+
+def state_bytes(model: ModelConfig) -> int:
+    """Compute the bytes of the states of one sequence in all gated delta layers. States are float32.
+
+    Their size does not depend on the context: Yang et al. 2024 (arXiv 2412.06464), section 3."""
+    if model.linear is None:
+        return 0
+    return FLOAT32_BYTES * len(model.linear_layers) * sum(map(prod, model.linear.state_shapes()))
 
 
 def used_experts(model: ModelConfig, batch: float) -> float:

@@ -152,6 +152,7 @@ def memory_of(model: ModelConfig, layout: Layout, capacity: float, engine_capaci
         host += arithmetic.state_bytes(model, training, shared)
     learner = Memory(weights, optimiser, activations, 0.0, capacity, host=host)
     cache = arithmetic.kv_bytes_device(model, layout.engine_ranks, layout.dtype_bytes) * layout.kv_tokens
+    cache += arithmetic.state_bytes(model) * layout.max_sequences
     engine_weights = arithmetic.engine_bytes(model, layout.dtype_bytes, layout.matrix_bytes) / layout.engine_ranks
     return learner, Memory(engine_weights, 0.0, 0.0, cache, engine_capacity)
 
@@ -179,7 +180,7 @@ def _on_devices(model: ModelConfig, shape: Shape, layout: Layout, learners: Devi
     mean, ranks = shape.context / 2, layout.engine_ranks
     learner_device_s, learner_s, communication_s = _learner_s(model, shape, layout, learners)
     prefill_s = arithmetic.forward_flops(model, mean) * shape.prefill_tokens / (device.flops * device.training_share)
-    kv = arithmetic.kv_bytes_device(model, ranks, layout.dtype_bytes) * mean
+    kv = arithmetic.kv_bytes_device(model, ranks, layout.dtype_bytes) * mean + 2.0 * arithmetic.state_bytes(model)
     weight_bytes = arithmetic.engine_bytes(model, layout.dtype_bytes, layout.matrix_bytes) / model.num_parameters
 
     def decode_s(batch: float) -> float:

@@ -8,7 +8,7 @@ networks", 2024).
 | queries, keys, values, also of latent attention | Muon, each head separately | "Muon split": GLM-5, arXiv 2602.15763 |
 | attention output, dense layers, shared experts | Muon, gate and up separately | Jordan et al. |
 | experts | Muon, each expert separately | Moonlight, arXiv 2502.16982 |
-| embedding, head, norms, routers | AdamW | both |
+| embedding, head, norms, routers, short convolutions, gates of shared experts | AdamW | both |
 
 Updates are scaled by 0.2 √(larger side), AdamW's usual size (arXiv 2502.16982, §2.2), so one learning rate serves both.
 Five Newton-Schulz steps with Jordan's coefficients compute the orthogonal matrix; its singular values are in [0.7,

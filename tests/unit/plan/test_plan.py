@@ -14,7 +14,7 @@ from etude.errors import RunError
 from etude.loop.config import RunConfig
 from etude.loop.measured_steps import MeasuredSteps
 from etude.models import Transformer
-from etude.models.components import Latent, Routing, Scores
+from etude.models.components import GatedDelta, Latent, Routing, Scores
 from etude.models.config import ModelConfig
 from etude.models.lora import Adapters
 from etude.numerics.config import Quantise
@@ -40,6 +40,7 @@ from etude.plan.arithmetic import (
     kv_bytes_token,
     optimiser_bytes,
     read_bytes,
+    state_bytes,
     trained_parameters,
     training_flops,
     used_experts,
@@ -227,6 +228,24 @@ def test_a_latent_is_kept_once_for_all_heads():
         routing=Routing(scores=Scores.SIGMOID),
     )
     assert kv_bytes_token(model) == 61 * (512 + 64) * 2  # 70 kB a token, as its makers say
+
+
+def test_gated_delta_layers_keep_a_state_and_no_keys():
+    linear = GatedDelta(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
+    layers = tuple(i for i in range(48) if (i + 1) % 4)
+    model = ModelConfig(
+        family="qwen3_next",
+        num_layers=48,
+        num_kv_heads=2,
+        head_dim=256,
+        num_shared=1,
+        linear=linear,
+        linear_layers=layers,
+    )
+    assert kv_bytes_token(model) == 12 * 2 * 2 * 256 * 2
+    assert state_bytes(model) == 36 * (32 * 128 * 128 + 3 * 8192) * 4
+    more = forward_flops(model, 2000) - forward_flops(model, 1000)
+    assert more == 12 * 4 * 2 * 2 * 256 * 1000  # of the layers with keys alone
 
 
 def test_a_small_batch_reads_the_experts_that_it_meets_and_a_large_one_all():

@@ -19,7 +19,7 @@ import torch
 from benchmarks.learner import sharded_ranks as ranked
 from benchmarks.learner.sharded_ranks import Job, Trained
 from msgspec.structs import replace as replaced
-from tests.unit.models.families import DEEPSEEK, DENSE, GPT_OSS
+from tests.unit.models.families import DEEPSEEK, DEEPSEEK32, DENSE, GPT_OSS, NEXT
 from tests.unit.training import ranked_learner
 
 from etude.cli.plan import training_of
@@ -297,11 +297,12 @@ def test_four_ranks_on_two_meshes_publish_and_save_what_one_process_does(tmp_pat
 @pytest.mark.slow
 def test_families_with_latents_biases_and_dense_layers_train_over_ranks(tmp_path: Path) -> None:
     """Latents, shared experts and biases of choosing; a dense model; sinks and biases of experts, which are read from
-    stacks. Texts are gathered as latents."""
+    stacks; gated delta layers; an indexer. Texts are gathered as latents."""
     configs = {"latent": replace(DEEPSEEK, context_tokens=1024), "dense": DENSE, "stacked": GPT_OSS}
+    configs |= {"linear": NEXT, "indexed": DEEPSEEK32}
     for name, config in configs.items():
         save_model(Transformer(config, seed=4), tmp_path / name, dtype="f32")
-    latent, dense, stacked = (
+    latent, dense, stacked, linear, indexed = (
         ranked.batches(tmp_path / name, [40, 33, 57, 20], steps=2, numerics=EXACT) for name in configs
     )
     long = ranked.batches(tmp_path / "latent", [600, 40], steps=1, numerics=EXACT)
@@ -315,6 +316,8 @@ def test_families_with_latents_biases_and_dense_layers_train_over_ranks(tmp_path
         Job(tmp_path / "dense", tmp_path / "f", replace(LORA, expert_parallel=1, lora_on=LoraOn.ATTENTION), dense),
         Job(tmp_path / "stacked", tmp_path / "g", CONFIG, stacked),
         Job(tmp_path / "stacked", tmp_path / "h", replace(plain, optimizer=OptimizerKind.MUON), stacked),
+        Job(tmp_path / "linear", tmp_path / "i", replace(CONFIG, optimizer=OptimizerKind.MUON), linear),
+        Job(tmp_path / "indexed", tmp_path / "j", plain, indexed),
         Job(tmp_path / "latent", tmp_path / "d", texts, long),
     ]
     alone = [ranked.alone(replace(job, store=job.store.with_suffix(".one"))) for job in jobs]
