@@ -4,9 +4,9 @@ Server, engine and clients are processes of their own, which share the cores. So
 in them. The engine has no model and answers after 30 ms. Clients send whole conversations over HTTP, one request at a
 time each. No two conversations have a message in common, but all have the same tools. `added_ms` is the time of a
 request less the median time of a call of the engine without the server between. `cpu_ms` is the CPU time of the server
-process for a call, `core_wait_ms` the time in which its threads were ready to run and waited for a core. With one client
-the CPU time of each call is read: `cpu_p20_ms` and `cpu_p50_ms` say what a call takes while nothing else uses the
-caches and the other half of the core, also on a busy machine.
+process for a call, `core_wait_ms` the time in which its threads were ready to run and waited for a core. With one
+client the CPU time of each call is read: `cpu_p20_ms` and `cpu_p50_ms` say what a call takes while nothing else uses
+the caches and the other half of the core, also on a busy machine.
 
 - `dialects`: 8 clients, conversations of 50 turns and bodies of up to 64 KiB. The engine is a policy in the server's
   process, so this is the gateway alone. `one_client`: the same with a single client, so no request waits for another.

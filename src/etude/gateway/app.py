@@ -311,7 +311,8 @@ class Gateway:
         The second check refuses a web page whose host name resolves to this machine."""
         if self._keys is None:
             if not is_local(request):
-                facts = f"this gateway has no API keys, and the Host header is {request.headers.get('host', '')[:100]!r}"
+                host = request.headers.get("host", "")
+                facts = f"this gateway has no API keys, and the Host header is {host[:100]!r}"
                 hint = "send requests to http://localhost:PORT, or start the gateway with a key (--key or --keys)"
                 message = f"only requests to this machine are answered: {facts}\n  hint: {hint}"
                 raise RequestRefused(403, message, code="forbidden")

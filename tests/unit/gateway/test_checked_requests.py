@@ -295,7 +295,8 @@ def test_what_http_refuses_says_why_and_what_to_do_in_the_dialect_of_the_path(pa
                 assert refused.status_code == status, refused.text
                 message = refused.json()["error"]["message"]
                 what, _, hint = message.partition("\n  hint: ")
-                assert ": " in what and says in what, message
+                assert ": " in what, message
+                assert says in what, message
                 assert hint, message
                 assert (refused.json().get("type") == "error") == of_anthropic
                 assert status != 405 or ("GET" if other else "POST") in refused.headers["allow"]
