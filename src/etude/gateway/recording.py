@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from etude.gateway.access_log import Record
 from etude.gateway.answers import Answer, ResponseHead
+from etude.gateway.errors import invalid_request
 from etude.gateway.model import StreamPart
 from etude.gateway.requests import ChatRequest
 from etude.records.served import ServedAnswer
@@ -17,6 +18,8 @@ from etude.seams import AnswerRecorder
 
 USER = "x-etude-user"
 """The header with which a client names the user of its organisation that a request is of."""
+MAX_USER_CHARS = 256
+"""The most characters of a user's name."""
 WITHOUT_KEY = "local"
 """The organisation of all requests to a gateway without keys."""
 
@@ -54,6 +57,16 @@ def offer_answers(
 def sender(request: Request, record: Record) -> tuple[str, str]:
     """Return the organisation and the user ("": not named) that a request is of."""
     return WITHOUT_KEY if record.key is None else record.key.name, request.headers.get(USER, "")
+
+
+def check_user(request: Request) -> None:
+    """Check the name of the user that a request is of. Raises `RequestRefused` (HTTP status 400) for a name under which
+    no answer can be captured or erased."""
+    name = request.headers.get(USER, "")
+    if len(name) > MAX_USER_CHARS or not (name.isprintable() or not name):
+        facts = f"it has {len(name)} characters, of which {sum(not c.isprintable() for c in name)} are not printable"
+        hint = f"send at most {MAX_USER_CHARS} printable characters, such as an id of the user"
+        raise invalid_request(f"the header {USER} is not a name: {facts}\n  hint: {hint}", USER)
 
 
 async def offering(
