@@ -83,7 +83,9 @@ def test_a_step_larger_than_a_frame_is_trained_and_redone_to_the_bit(game: Any, 
     assert replay_step(run.folder, 2, start=Path("mid")).equal
 
 
-def test_the_files_of_a_step_stay_until_two_checkpoints_lie_behind_it_and_after_the_end(game: Any, tmp_path: Path) -> None:
+def test_the_files_of_a_step_stay_until_two_checkpoints_lie_behind_it_and_after_the_end(
+    game: Any, tmp_path: Path
+) -> None:
     run = made(game, tmp_path / "r", Players, "rl.steps=4", "rl.checkpoint_every=1")
     groups, kept = run.config.experience.groups_per_step, list[set[int]]()
     checkpoint = Conductor._checkpoint
