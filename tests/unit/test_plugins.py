@@ -51,6 +51,7 @@ EXAMPLES = {
     "examples.plugins.credit:ByRank": Kind.CREDIT,
     "examples.plugins.model_family:AcmeMoe": Kind.MODEL_FAMILY,
     "examples.plugins.drafters:Bigrams": Kind.DRAFTER,
+    "examples.plugins.forecasts:LargestOfLate": Kind.FORECAST,
 }
 LOSS = """
 from dataclasses import dataclass
