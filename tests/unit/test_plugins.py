@@ -721,7 +721,7 @@ def test_the_guides_class_and_its_settings_are_so(tmp_path, monkeypatch, capsys)
     assert "8 of 8 passed" in capsys.readouterr().out
     used = set()
     for config in (tomllib.loads(text) for kind, text in blocks if kind == "toml"):
-        kind = CorpusConfig if "sources" in config else RunConfig
+        kind = CorpusConfig if "sources" in config else HarvestConfig if "forecast" in config else RunConfig
         for place, plugin in plugins_in(build(kind, config)):
             make(kind_at(place), plugin, where=place)
             used.add(kind_at(place))

@@ -13,9 +13,10 @@ There are three tiers, by how fast an engine is back:
 (4.0, True)
 """
 
+from etude.harvest.config import HarvestConfig, harvested
 from etude.harvest.forecast import Forecast, TimeOfDay
-from etude.harvest.leases import Lease, Leases
-from etude.harvest.policies import Capacity, Fixed, ForecastLending, LendingPolicy, Night, Oracle, Reactive
+from etude.harvest.leases import Lease
+from etude.harvest.policies import Capacity, Fixed, ForecastLending, Reactive
 from etude.harvest.simulator import EngineCosts, FleetShape, Simulated, simulate
 from etude.harvest.traffic import TrafficShape, make_arrivals
 
@@ -26,15 +27,13 @@ __all__ = [
     "FleetShape",
     "Forecast",
     "ForecastLending",
+    "HarvestConfig",
     "Lease",
-    "Leases",
-    "LendingPolicy",
-    "Night",
-    "Oracle",
     "Reactive",
     "Simulated",
     "TimeOfDay",
     "TrafficShape",
+    "harvested",
     "make_arrivals",
     "simulate",
 ]

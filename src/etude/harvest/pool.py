@@ -19,7 +19,7 @@ from etude.records.completion import Completion, CompletionRequest, StopReason, 
 from etude.seams import Ending, Engine, stream_or_complete
 
 PATIENCE_S = 3_600.0
-END_S, GRACE_S = 1.0, 0.05
+END_S, POLL_S = 5.0, 0.002
 REST_S = 2.0  # an engine that failed gets no request for so long
 
 
@@ -59,7 +59,7 @@ class LentEngines:
 
     - `patience_s`: the longest time in seconds that a request waits for an engine.
     - `end_s`: how long `take` waits for the partial completions of an engine, in seconds. What has not ended then is
-      cancelled, and loses the tokens since its last engine.
+      cancelled, and loses its tokens of this engine.
 
     Requests with penalties, truncation or a grammar (not `Sampling.plain`) start again after they lost their engine.
     Use it in one event loop."""
@@ -91,15 +91,34 @@ class LentEngines:
         if member is None:
             return
         member.taken = True
-        running = list(member.running.items())
-        if running and isinstance(member.engine, Ending):
-            await asyncio.wait([asyncio.ensure_future(_end(member.engine, i)) for i, _ in running], timeout=self.end_s)
-            await asyncio.wait([one.task for _, one in running], timeout=GRACE_S)  # parts that are on their way
-            if begun := [one.task for _, one in running if one.num_tokens]:
-                await asyncio.wait(begun, timeout=self.end_s)
-        for _, one in running:
-            one.task.cancel()  # without a token yet, or too late
-        await asyncio.gather(*(one.task for _, one in running), return_exceptions=True)
+        if not member.running:
+            return
+        with contextlib.suppress(EngineError):  # an engine that is gone has nothing to end
+            await member.engine.pause()  # no token is sampled that nobody waits for
+            try:
+                await self._end_all(member)
+            finally:
+                await member.engine.resume()
+        for one in list(member.running.values()):
+            one.task.cancel()
+
+    async def _end_all(self, member: _Member) -> None:
+        """End the requests of a paused engine, and wait until it has none."""
+        engine, loop = member.engine, asyncio.get_running_loop()
+        deadline, tasks = loop.time() + self.end_s, [one.task for one in member.running.values()]
+        if isinstance(engine, Ending):
+            await asyncio.gather(*(engine.end(request_id) for request_id in list(member.running)))
+            info = await engine.info()
+            unended = info.num_running + info.num_waiting  # they have no tokens
+            while sum(map(asyncio.Task.done, tasks)) < len(tasks) - unended and loop.time() < deadline:
+                await asyncio.sleep(POLL_S)
+        for task in tasks:
+            task.cancel()
+        while loop.time() < deadline:
+            info = await engine.info()
+            if not info.num_running + info.num_waiting:
+                return
+            await asyncio.sleep(POLL_S)
 
     async def complete(self, request: CompletionRequest) -> Completion:
         """Sample a completion on lent engines, as `seams.Policy.complete` does; the class of the request is that of
@@ -156,11 +175,6 @@ class LentEngines:
             running.task.cancel()
             del member.running[request.request_id]
         return None
-
-
-async def _end(engine: Ending, request_id: str) -> None:
-    with contextlib.suppress(EngineError):
-        await engine.end(request_id)
 
 
 def _is_complete(request: CompletionRequest, done: Completion) -> bool:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from etude.config import ranged
 from etude.harvest.leases import AWAY, Lease, Leases
 from etude.harvest.policies import LendingPolicy
 from etude.harvest.traffic import F64, Arrivals
@@ -33,10 +34,10 @@ class EngineCosts:
     - `step_s`, `sequence_s`: seconds of a decoding step, and in addition for each sequence.
     - `prompt_token_s`: seconds for each token of a prompt."""
 
-    slots: int = 32
-    step_s: float = 0.02
-    sequence_s: float = 0.0005
-    prompt_token_s: float = 0.00002
+    slots: int = ranged(32, low=1, high=4096)
+    step_s: float = ranged(0.02, low=1e-6)
+    sequence_s: float = ranged(0.0005, low=0.0)
+    prompt_token_s: float = ranged(0.00002, low=0.0)
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,17 @@ class FleetShape:
     - `first_s`, `token_s`: a request of production is late if its first token takes longer than `first_s` seconds, or
       the others longer than `token_s` each on average."""
 
-    engines: int = 8
-    min_serving: int = 1
-    costs: EngineCosts = EngineCosts()
-    tick_s: float = 30.0
-    lend_s: float = 2.0
-    return_s: float = 2.0
-    bulk_slots: int = 0
-    bulk_prompt_tokens: float = 1_000.0
-    bulk_sampled_tokens: float = 2_000.0
-    first_s: float = 2.0
-    token_s: float = 0.06
+    engines: int = ranged(8, low=1, high=1024)
+    min_serving: int = ranged(1, low=1)
+    costs: EngineCosts = field(default_factory=EngineCosts)
+    tick_s: float = ranged(30.0, low=0.01)
+    lend_s: float = ranged(2.0, low=0.0)
+    return_s: float = ranged(2.0, low=0.0)
+    bulk_slots: int = ranged(0, low=0)
+    bulk_prompt_tokens: float = ranged(1_000.0, low=0.0)
+    bulk_sampled_tokens: float = ranged(2_000.0, low=1.0)
+    first_s: float = ranged(2.0, low=0.0)
+    token_s: float = ranged(0.06, low=0.0)
 
 
 @dataclass

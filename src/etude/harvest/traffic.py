@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from etude.config import ranged
+
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
@@ -35,20 +37,20 @@ class TrafficShape:
     - `prompt_tokens`, `sampled_tokens`: medians of log-normal distributions, whose logarithms have the standard
       deviation `tokens_spread`. No request has more than `max_tokens` of either."""
 
-    requests_s: float = 2.0
-    peak_to_valley: float = 4.0
-    peak_hour: float = 15.0
-    weekend_share: float = 0.6
-    noise: float = 0.12
-    noise_s: float = 1_800.0
-    surges_day: float = 1.0
-    surge_factor: float = 1.5
-    surge_s: float = 600.0
-    burst_shape: float = 0.5
-    prompt_tokens: float = 1_000.0
-    sampled_tokens: float = 400.0
-    tokens_spread: float = 0.8
-    max_tokens: int = 8_192
+    requests_s: float = ranged(2.0, low=1e-6, high=1e3)
+    peak_to_valley: float = ranged(4.0, low=1.0)
+    peak_hour: float = ranged(15.0, low=0.0, high=24.0)
+    weekend_share: float = ranged(0.6, low=0.0)
+    noise: float = ranged(0.12, low=0.0, high=2.0)
+    noise_s: float = ranged(1_800.0, low=1.0)
+    surges_day: float = ranged(1.0, low=0.0, high=1e3)
+    surge_factor: float = ranged(1.5, low=0.0)
+    surge_s: float = ranged(600.0, low=0.0)
+    burst_shape: float = ranged(0.5, low=0.01)
+    prompt_tokens: float = ranged(1_000.0, low=1.0)
+    sampled_tokens: float = ranged(400.0, low=1.0)
+    tokens_spread: float = ranged(0.8, low=0.0, high=3.0)
+    max_tokens: int = ranged(8_192, low=1)
 
 
 @dataclass(frozen=True)

@@ -379,8 +379,9 @@ class ReferenceEngine:
         return now if kept is None else np.concatenate([kept, now[len(kept) :]])
 
     def _finish(self, running: Running) -> None:
-        running.close_span(self.version)
         request, ids = running.request, running.token_ids
+        if len(ids) > running.num_spanned:
+            running.close_span(self.version)
         routes = self._routes(running)
         stopped = ids[-1] in request.sampling.stop_token_ids
         completion = Completion(

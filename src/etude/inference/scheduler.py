@@ -158,9 +158,9 @@ class Sequence:
     def close_span(self, version: Version) -> None:
         """Record that `version` sampled all tokens since the last span.
 
-        A version that computed but sampled nothing gets an empty span, if it is the first."""
+        A version that computed but sampled nothing gets an empty span, if it computed the oldest keys."""
         n = len(self.token_ids) - self.num_spanned
-        if n or (self.num_computed and not self.spans):
+        if n or (self.num_computed and not self.kv_epoch and self.num_spanned == self.num_kept):
             before = self.spans[-1] if self.spans else None
             if before is not None and before == VersionSpan(version, before.num_tokens, self.kv_epoch):
                 self.spans[-1] = VersionSpan(version, before.num_tokens + n, self.kv_epoch)

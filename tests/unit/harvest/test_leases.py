@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import EngineError
-from etude.harvest import Lease, Leases
+from etude.harvest.leases import Lease, Leases
 
 NAMES = ("a", "b", "c")
 
