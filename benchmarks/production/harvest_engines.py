@@ -115,7 +115,9 @@ class Site:
         return BULK_SAMPLED
 
     async def counters(self, name: str) -> dict[str, float]:
-        found = re.findall(r"^etude_engine_(\w+?)(?:_total)?\{.*\} ([\d.e+-]+)$", await self.engines[name].metrics(), re.M)
+        found = re.findall(
+            r"^etude_engine_(\w+?)(?:_total)?\{.*\} ([\d.e+-]+)$", await self.engines[name].metrics(), re.M
+        )
         return {key: float(value) for key, value in found}
 
     async def total(self, counter: str) -> float:
@@ -126,7 +128,7 @@ class Site:
 async def site(folder: Path) -> AsyncIterator[Site]:
     """Start everything."""
     model = Transformer(MODEL, seed=1)
-    save_model(model, folder / "checkpoint")
+    save_model(model, folder / "checkpoint", dtype="f32")
     views = {name: view.detach().numpy().view(np.uint32).ravel().copy() for name, view in hf_views(model).items()}
     shapes = {name: tuple(view.shape) for name, view in hf_views(model).items()}
     store, rng = open_store(folder / "store"), np.random.default_rng(1)
@@ -156,7 +158,9 @@ async def site(folder: Path) -> AsyncIterator[Site]:
         yield made
 
 
-async def product(here: Site, http: httpx.AsyncClient, begin: float, tokens: int) -> tuple[float, int, int, float, float]:
+async def product(
+    here: Site, http: httpx.AsyncClient, begin: float, tokens: int
+) -> tuple[float, int, int, float, float]:
     """Ask the gateway as a client does, streaming."""
     asked, first, usage = time.perf_counter(), 0.0, {}
     body = {"model": "m", "stream": True, "stream_options": {"include_usage": True}, "max_tokens": tokens}
@@ -195,7 +199,10 @@ async def mixed(here: Site, seconds: float, rate: float, seed: int) -> Round:
                 at, then = old[name]
                 now, counters = time.perf_counter(), await here.counters(name)
                 old[name] = now, counters
-                if min(then["num_running"], counters["num_running"]) >= SLOTS // 2 and counters["swaps"] == then["swaps"]:
+                if (
+                    min(then["num_running"], counters["num_running"]) >= SLOTS // 2
+                    and counters["swaps"] == then["swaps"]
+                ):
                     change = [counters[k] - then[k] for k in ("steps", "tokens", "prefill_tokens")]
                     found.samples.append((now - at, *change))
 

@@ -21,6 +21,7 @@ from etude.corpus import CorpusConfig
 from etude.errors import ConfigError, ConfigErrors, Exit, PluginError, PluginRefused, RunRefused, TaskError
 from etude.harness import Call, Episode, HarnessConfig, RequestOptions, Workbench, standard_tools
 from etude.harness.programs import run_plugin
+from etude.harvest import HarvestConfig
 from etude.loop.config import RunConfig, check_same_plugins, open_tasks
 from etude.loop.corpus import _play
 from etude.models.config import OWN_FAMILIES

@@ -53,6 +53,9 @@ def print_plan(args: argparse.Namespace) -> int:
     """Print a plan; with `--against` also compare it with the measurements of a run. Returns the exit code.
 
     Raises `EtudeError` if the memory is not sufficient, with settings that would fit."""
+    if args.balance and args.hardware == "cpu":
+        facts = "learner and engines share the cores of this machine"
+        raise ConfigError("--balance needs accelerators", facts, hint="name them, as in --hardware h200")
     config = _config(args)
     model = _model(config)
     check_rank(model, config.learner.lora_rank)
@@ -96,11 +99,8 @@ def _balances(
     engines_on: Device | None,
 ) -> dict[str, Balance]:
     """The balance of devices and its variations, with `--balance`."""
-    if not args.balance:
+    if not args.balance or isinstance(hardware, Measured):
         return {}
-    if isinstance(hardware, Measured):
-        facts = "learner and engines share the cores of this machine"
-        raise ConfigError("--balance needs accelerators", facts, hint="name them, as in --hardware h200")
     return sensitivity(model, shape, layout, hardware, engines_on)
 
 

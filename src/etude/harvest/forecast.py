@@ -37,7 +37,7 @@ class Forecast(Protocol):
 
 
 class TimeOfDay:
-    """Predicts from the time of day and the recent load: the usual load at that time, times recent load over usual load.
+    """Predicts the usual load at a time of the day, times recent load over usual load.
 
     The usual load of each interval of a day is a moving mean over days. To it a margin is added: the given quantile of
     the relative errors that such predictions had over the last days.

@@ -1,4 +1,4 @@
-"""Serves rollouts from engines that production lends for a while: a `Policy` from which engines may be taken at any time.
+"""Serves rollouts from engines that production lends for a while: a `Policy` from which engines may be taken.
 
 A request whose engine is taken is ended there with the tokens that it has (`seams.Ending`), and goes on at another
 engine, or when one is lent again: what was sampled becomes part of the next prompt. Random numbers depend on the seed
@@ -110,8 +110,9 @@ class LentEngines:
             await asyncio.gather(*(engine.end(request_id) for request_id in list(member.running)))
             info = await engine.info()
             unended = info.num_running + info.num_waiting  # they have no tokens
-            while sum(map(asyncio.Task.done, tasks)) < len(tasks) - unended and loop.time() < deadline:
-                await asyncio.sleep(POLL_S)
+            going = set(tasks)
+            while len(going) > unended and (left_s := deadline - loop.time()) > 0:
+                _, going = await asyncio.wait(going, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
         while loop.time() < deadline:

@@ -46,7 +46,7 @@ class FleetShape:
 
     - `engines`, `min_serving`: their number, and how many are never lent.
     - `tick_s`: interval at which the policy decides, in seconds.
-    - `lend_s`, `return_s`: seconds until a drained engine serves rollouts, and until a lent one serves production again.
+    - `lend_s`, `return_s`: seconds until a drained engine serves rollouts, and until a lent one serves production.
       A swap by delta takes about a second, another model (sleep and wake) tens of seconds.
     - `bulk_slots`: the most slots of a serving engine that rollouts may use: the tier of milliseconds. 0: none.
     - `bulk_prompt_tokens`, `bulk_sampled_tokens`: means of a rollout.

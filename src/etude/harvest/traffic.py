@@ -32,8 +32,8 @@ class TrafficShape:
     - `weekend_share`: the rate on days 5 and 6 of a week, relative to a weekday.
     - `noise`: standard deviation of the logarithm of a slow random factor, which changes over `noise_s` seconds.
     - `surges_day`: sudden rises per day, on average. Each multiplies the rate by `surge_factor` for `surge_s` seconds.
-    - `burst_shape`: shape of the Gamma distribution of times between requests. 1.0 is a Poisson process; smaller numbers
-      are burstier.
+    - `burst_shape`: shape of the Gamma distribution of times between requests. 1.0 is a Poisson process; smaller
+      numbers are burstier.
     - `prompt_tokens`, `sampled_tokens`: medians of log-normal distributions, whose logarithms have the standard
       deviation `tokens_spread`. No request has more than `max_tokens` of either."""
 

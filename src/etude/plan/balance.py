@@ -124,4 +124,3 @@ def sensitivity(
     """Return the balance for each of `variations`, each checked by the simulation."""
     given = (shape, layout, hardware, engines_on or hardware)
     return {name: balance(model, *change(given)) for name, change in variations(shape).items()}
-

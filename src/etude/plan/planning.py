@@ -176,9 +176,7 @@ def prompt_token_s(model: ModelConfig, context: float, device: Device) -> float:
     return arithmetic.forward_flops(model, context) / (device.flops * device.training_share)
 
 
-def decoding_step_s(
-    model: ModelConfig, context: float, layout: Layout, device: Device
-) -> Callable[[float], float]:
+def decoding_step_s(model: ModelConfig, context: float, layout: Layout, device: Device) -> Callable[[float], float]:
     """Return a function from the number of sequences to the seconds of one decoding step of an engine.
 
     The sequences have `context` tokens on average. A step takes as long as the roofline says (Williams et al. 2009),

@@ -147,9 +147,10 @@ def test_production_of_an_engine_that_is_lent_ends_under_its_version_and_new_req
             for one in await asyncio.gather(*working):
                 assert [span.version for span in one.spans] == [STABLE]
             assert later.engine == "engine"
-            assert here.engines["a"].counters.production_requests + here.engines[
-                "b"
-            ].counters.production_requests == len(asked) + 1
+            assert (
+                here.engines["a"].counters.production_requests + here.engines["b"].counters.production_requests
+                == len(asked) + 1
+            )
 
     asyncio.run(story())
 
@@ -168,8 +169,8 @@ def test_an_engine_that_cannot_be_drained_in_time_serves_production_as_before() 
             assert here.harvester.leases.states["b"] is Lease.SERVING
             await here.engines["b"].resume()
             await asyncio.gather(*working)
-            with pytest.raises(EngineError, match="1 engines serve production|must stay"):
-                await here.harvester.lend("a", NEWEST)
+            await here.harvester.lend("a", NEWEST)
+            with pytest.raises(EngineError, match="must stay"):
                 await here.harvester.lend("b", NEWEST)
 
     asyncio.run(story())
