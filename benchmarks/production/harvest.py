@@ -138,8 +138,8 @@ def main() -> None:
                 continue
             fleet = replace(FLEET, lend_s=lend_s, return_s=return_s)
             numbers[f"{name}; tier of {tier}"] = compare(shape, fleet, range(1, args.seeds + 1))
-            print(name, tier, numbers[f"{name}; tier of {tier}"], flush=True)
-    report("harvest", {"seeds": args.seeds, "cpu_s": round(time.process_time() - cpu, 1), "traffic": numbers})
+            cpu_s = round(time.process_time() - cpu, 1)
+            report("harvest", {"seeds": args.seeds, "cpu_s": cpu_s, "traffic": numbers})  # also if it is interrupted
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ MODEL = ModelConfig(
     context_tokens=1024,
 )
 SLOTS, NAMES = 6, ("engine-0", "engine-1")
-BULK_PROMPT, BULK_SAMPLED = 64, 160
+BULK_PROMPT, BULK_SAMPLED = 64, 64
 PROMPT = "Say what you see. " * 4
 CHANGED = 0.02  # share of the weights that differ between the two versions
 
@@ -89,6 +89,7 @@ class Site:
         self.engines, self.store, (self.stable, self.newest), self.url = engines, store, versions, url
         self.production, self.rollouts = Fleet(engines), LentEngines()
         self.harvester = Harvester(self.production, self.rollouts, engines, self.move)
+        self.http = httpx.AsyncClient(timeout=300)
         self.num_asked = 0
         self.delivered = 0  # tokens in completions
 
@@ -115,9 +116,8 @@ class Site:
         return BULK_SAMPLED
 
     async def counters(self, name: str) -> dict[str, float]:
-        found = re.findall(
-            r"^etude_engine_(\w+?)(?:_total)?\{.*\} ([\d.e+-]+)$", await self.engines[name].metrics(), re.M
-        )
+        text = (await self.http.get(f"{self.engines[name].url}/metrics")).text
+        found = re.findall(r"^etude_engine_(\w+?)(?:_total)?\{.*\} ([\d.e+-]+)$", text, re.M)
         return {key: float(value) for key, value in found}
 
     async def total(self, counter: str) -> float:

@@ -62,11 +62,11 @@ class TimeOfDay:
         self._now: tuple[int, float, int] | None = None  # interval since the start, sum and number of its loads
         self._recent: deque[tuple[float, float]] = deque(maxlen=max(1, round(recent_s / interval_s)))  # load, usual
         self._errors: deque[float] = deque(maxlen=3 * len(self._usual))  # logarithms of load over prediction
-        self._latest = self._largest = 0.0
+        self._largest, self._margin = 0.0, 1.0
 
     def observe(self, time_s: float, load: float) -> None:
         number = int(time_s // self._interval_s)
-        self._latest, self._largest = load, max(self._largest, load)
+        self._largest = max(self._largest, load)
         if self._now is not None and self._now[0] != number:
             self._close(*self._now)
             self._now = None
@@ -79,7 +79,7 @@ class TimeOfDay:
         usual = self._usual[np.arange(first, last + 1) % len(self._usual)]
         if np.isnan(usual).any() or not self._errors:
             return self._largest
-        return max(0.0, float(usual.max()) * self._ratio() * self._margin())
+        return max(0.0, float(usual.max()) * self._ratio() * self._margin)
 
     def _close(self, number: int, total: float, count: int) -> None:
         """Learn from an interval that has ended."""
@@ -90,6 +90,7 @@ class TimeOfDay:
             self._recent.append((load, load))
             return
         self._errors.append(math.log((load + 1.0) / (usual * self._ratio() + 1.0)))
+        self._margin = max(1.0, math.exp(float(np.quantile(self._errors, self._quantile))))
         self._recent.append((load, usual))
         self._usual[at] += self._newest * (load - usual)
 
@@ -97,9 +98,6 @@ class TimeOfDay:
         """How much the recent load exceeds the usual one."""
         loads, usual = (sum(column) for column in zip(*self._recent, strict=True)) if self._recent else (1.0, 1.0)
         return min(3.0, max(1 / 3, (loads + 1.0) / (usual + 1.0)))
-
-    def _margin(self) -> float:
-        return max(1.0, math.exp(float(np.quantile(self._errors, self._quantile))))
 
 
 class PluginForecast:

@@ -145,10 +145,12 @@ class Harvester:
                 while True:
                     try:
                         info = await engine.info()
+                        if info.paused:
+                            await engine.resume()
                     except EngineError as error:  # it restarts
                         loaded = str(error).splitlines()[0]
                     else:
-                        if info.version == version:
+                        if info.version == version and not info.paused:
                             return
                         loaded = f"it has {info.version}{'; ' + info.trouble if info.trouble else ''}"
                     await asyncio.sleep(POLL_S)

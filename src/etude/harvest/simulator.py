@@ -102,6 +102,7 @@ class _Engine:
         self.steps = self.now = self.stalled_until = 0.0
         self.bulk = self.displaced = 0  # rollouts in slots, and rollouts that lost their slot
         self.num_preempted = 0
+        self.since = 0.0  # when its lease got its state
         self.epoch = 0  # number of changes, to recognise outdated events
 
     def step_s(self) -> float:
@@ -162,6 +163,7 @@ class _Simulation:
         self.events: list[tuple[float, int, str, int, float]] = []  # time, order, engine, its epoch, began
         self.order = 0
         self.now = self.area = 0.0  # area: request-seconds since the last tick
+        self.load = 0  # requests that run or wait
         number = len(arrivals.at_s)
         self.found = Simulated(np.full(number, np.nan), np.full(number, np.nan))
 
@@ -188,27 +190,27 @@ class _Simulation:
             else:
                 self._move_on(now)
                 self.waiting.append(request)
+                self.load += 1
                 self._dispatch()
                 request += 1
         self._move_on(end_s)
         for engine in self.engines.values():
             self._advance(engine)
+            self._count_hours(engine)
             self.found.num_preempted += engine.num_preempted
         self.found.late_share = self._late_share()
         return self.found
 
     def _move_on(self, now: float) -> None:
-        hours = (now - self.now) / 3600
-        for state in self.leases.states.values():
-            self.found.hours[state] += hours
-        self.area += (now - self.now) * self._load()
+        self.area += (now - self.now) * self.load
         self.now = now
 
-    def _load(self) -> int:
-        return len(self.waiting) + sum(len(engine.running) for engine in self.engines.values())
+    def _count_hours(self, engine: _Engine) -> None:
+        self.found.hours[self.leases.states[engine.name]] += (self.now - engine.since) / 3600
+        engine.since = self.now
 
     def _decide(self) -> None:
-        load = self.area / self.fleet.tick_s if self.now else float(self._load())
+        load = self.area / self.fleet.tick_s
         self.area = 0.0
         self.found.loads.append(load)
         wanted = self.policy.away(self.start_s + self.now, load, self.leases.count(*AWAY))
@@ -229,6 +231,7 @@ class _Simulation:
     def _change(self, engine: _Engine, state: Lease) -> None:
         """Change the state of an engine, and plan its next one."""
         self._advance(engine)
+        self._count_hours(engine)
         self.leases.move(engine.name, state)
         self.found.num_leases += state is Lease.LENT
         self._plan(engine)
@@ -262,6 +265,7 @@ class _Simulation:
             self._advance(engine)
             _, request = heapq.heappop(engine.running)
             self.found.latency_s[request] = self.now - self.arrivals.at_s[request]
+            self.load -= 1
             self._plan(engine)
         self._dispatch()
 

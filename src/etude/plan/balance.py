@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from etude.models.config import ModelConfig
 from etude.plan.hardware import Device
@@ -92,7 +93,7 @@ Inputs = tuple[Shape, Layout, Device, Device]
 def variations(shape: Shape) -> Mapping[str, Callable[[Inputs], Inputs]]:
     """Return what the ratio is computed for, by name: one input is changed at a time."""
 
-    def shaped(**changes: float) -> Callable[[Inputs], Inputs]:
+    def shaped(**changes: Any) -> Callable[[Inputs], Inputs]:
         return lambda given: (replace(given[0], **changes), *given[1:])
 
     def engines(factor: float) -> Callable[[Inputs], Inputs]:
