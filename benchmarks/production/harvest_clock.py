@@ -174,9 +174,8 @@ def play(run: Run, seconds: float, rate: float, seed: int) -> Round:
     steps, bulk_tokens, coming = list[Row](), 0, 0
     lease = {"asked": seconds / 4, "lent": 0.0, "taken": 3 * seconds / 4, "back": 0.0}
     for one in run.engines:
-        one.clock = 0.0
         run.fill(one)
-        for _ in range(60):  # rollouts of different progress
+        for _ in range(0 if seed else 60):  # rollouts of different progress
             one.by_hand.step()
             run.fill(one)
         one.clock = 0.0
@@ -283,10 +282,10 @@ def compared(rounds: list[Round], costs: EngineCosts, swap_s: float) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=2.0, help="CPU seconds of each engine in a round")
+    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=1.0, help="CPU seconds of each engine in a round")
     parser.add_argument("--rate", type=float, default=16.0, help="requests of production per second")
-    parser.add_argument("--swaps", type=int, default=40, help="further swaps, there and back")
+    parser.add_argument("--swaps", type=int, default=20, help="further swaps, there and back")
     args = parser.parse_args()
     torch.set_num_threads(1)
     run, rounds = start(), list[Round]()

@@ -1,11 +1,10 @@
-"""Two real engines that serve production through the gateway and rollouts beside, and the same in the simulator.
+"""Two real engines that serve production through the gateway, rollouts beside, and leases between them.
 
-    python -m benchmarks.production.harvest_engines [--rounds 8] [--seconds 20]
+    python -m benchmarks.production.harvest_engines [--rounds 4] [--seconds 20]
 
 Two processes of the reference engine follow a branch each of one store. In each round clients send production requests
 to the gateway; rollouts fill all other slots, in the same engines (the tier of milliseconds). In the middle of a round
-one engine is lent: it loads the version of the rollouts, serves them alone, and comes back (the tier of seconds). The
-costs of steps are fitted to the odd rounds; the simulator then repeats the arrivals of the even rounds with them.
+one engine is lent: it loads the version of the rollouts, serves them alone, and comes back (the tier of seconds).
 
 - Hand-back of milliseconds: how much later the first token of a request comes when rollouts have all slots of the
   engine than when it is idle.
@@ -13,6 +12,7 @@ costs of steps are fitted to the odd rounds; the simulator then repeats the arri
 - Lost tokens: those that engines sampled for rollouts and production, less those in completions.
 
 The times are wall time. Engines, gateway and clients share the cores with whatever else runs; `load` tells how much.
+`benchmarks.production.harvest_clock` measures by CPU time, and compares with the simulator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import re
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +36,8 @@ from tests.unit.harness.tokeniser import laptop_chat
 
 from benchmarks.report import report
 from etude.gateway import GatewayConfig, ServedModel, create_app, serving
-from etude.harvest import EngineCosts, FleetShape, Lease, simulate
 from etude.harvest.harvester import Harvester
 from etude.harvest.pool import LentEngines
-from etude.harvest.traffic import Arrivals
 from etude.inference import Fleet, HttpEngine
 from etude.inference.config import EngineKind
 from etude.inference.temporary_engine import temporary_engine
@@ -68,18 +65,6 @@ SLOTS, NAMES = 6, ("engine-0", "engine-1")
 BULK_PROMPT, BULK_SAMPLED = 64, 64
 PROMPT = "Say what you see. " * 4
 CHANGED = 0.02  # share of the weights that differ between the two versions
-
-
-@dataclass
-class Round:
-    """What was measured in a round: requests (arrival, prompt tokens, sampled tokens, first token, last token; times in
-    seconds from its begin), tokens of rollouts, when the engine was lent, and samples of the engines' counters."""
-
-    seconds: float = 0.0
-    requests: list[tuple[float, int, int, float, float]] = field(default_factory=list)
-    bulk_tokens: float = 0.0
-    lent: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # asked for, lent, taken, back
-    samples: list[tuple[float, float, float, float]] = field(default_factory=list)  # wall s, steps, tokens, prefilled
 
 
 class Site:
@@ -158,29 +143,25 @@ async def site(folder: Path) -> AsyncIterator[Site]:
         yield made
 
 
-async def product(
-    here: Site, http: httpx.AsyncClient, begin: float, tokens: int
-) -> tuple[float, int, int, float, float]:
-    """Ask the gateway as a client does, streaming."""
+async def product(here: Site, http: httpx.AsyncClient, tokens: int) -> float:
+    """Ask the gateway as a client does, streaming. Returns the seconds to the first token."""
     asked, first, usage = time.perf_counter(), 0.0, {}
     body = {"model": "m", "stream": True, "stream_options": {"include_usage": True}, "max_tokens": tokens}
     body |= {"messages": [{"role": "user", "content": f"{PROMPT}{here.num_asked}"}]}
     here.num_asked += 1
-    async with http.stream("POST", f"{here.url}/chat/completions", json=body, timeout=300) as answer:
+    async with http.stream("POST", f"{here.url}/chat/completions", json=body, timeout=600) as answer:
         assert answer.status_code == 200, await answer.aread()
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
                 first = first or time.perf_counter()
                 usage = msgspec.json.decode(line[6:]).get("usage") or usage
-    end = time.perf_counter()
     here.delivered += usage["completion_tokens"]
-    times = (first - begin, end - begin)
-    return asked - begin, usage["prompt_tokens"], usage["completion_tokens"], *times
+    return first - asked
 
 
-async def mixed(here: Site, seconds: float, rate: float, seed: int) -> Round:
-    """One round: production, rollouts in all engines, and one lease in the middle."""
-    found, rng, stop = Round(seconds), np.random.default_rng(seed), asyncio.Event()
+async def mixed(here: Site, seconds: float, rate: float, seed: int) -> dict[str, Any]:
+    """One round: production through the gateway, rollouts in all engines, and one lease in the middle."""
+    rng, stop = np.random.default_rng(seed), asyncio.Event()
 
     async def filler(policy: Any) -> None:
         while not stop.is_set():
@@ -188,127 +169,29 @@ async def mixed(here: Site, seconds: float, rate: float, seed: int) -> Round:
 
     fillers = [asyncio.ensure_future(filler(here.production)) for _ in range(SLOTS * len(NAMES))]
     lent = [asyncio.ensure_future(filler(here.rollouts)) for _ in range(SLOTS)]
-    await asyncio.sleep(2.0)
-    begin, before = time.perf_counter(), await here.total("tokens")
-
-    async def sampler() -> None:
-        old = {name: (time.perf_counter(), await here.counters(name)) for name in NAMES}
-        while not stop.is_set():
-            await asyncio.sleep(0.5)
-            for name in NAMES:
-                at, then = old[name]
-                now, counters = time.perf_counter(), await here.counters(name)
-                old[name] = now, counters
-                if (
-                    min(then["num_running"], counters["num_running"]) >= SLOTS // 2
-                    and counters["swaps"] == then["swaps"]
-                ):
-                    change = [counters[k] - then[k] for k in ("steps", "tokens", "prefill_tokens")]
-                    found.samples.append((now - at, *change))
 
     async def lender() -> None:
         await asyncio.sleep(seconds / 4)
-        asked = time.perf_counter() - begin
         await here.harvester.lend(NAMES[1], here.newest)
-        lent = time.perf_counter() - begin
-        await asyncio.sleep(max(0.0, 3 * seconds / 4 - lent))
-        taken = time.perf_counter() - begin
+        await asyncio.sleep(seconds / 2)
         await here.harvester.take_back(NAMES[1], here.stable)
-        found.lent = (asked, lent, taken, time.perf_counter() - begin)
 
-    beside = [asyncio.ensure_future(sampler()), asyncio.ensure_future(lender())]
+    lending = asyncio.ensure_future(lender())
     async with httpx.AsyncClient() as http:
-        working, at = [], 0.0
+        working, begin, at = [], time.perf_counter(), 0.0
         while (at := at + rng.exponential(1 / rate)) < seconds:
             await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
             tokens = int(np.clip(rng.lognormal(np.log(40), 0.5), 4, 200))
-            working.append(asyncio.ensure_future(product(here, http, begin, tokens)))
-        await asyncio.sleep(max(0.0, begin + seconds - time.perf_counter()))
-        found.seconds, after = time.perf_counter() - begin, await here.total("tokens")
-        stop.set()
-        found.requests = await asyncio.gather(*working)
-        await asyncio.gather(*beside)
-    production = sum(
-        tokens * min(1.0, max(0.0, found.seconds - first) / max(1e-9, last - first))
-        for _, _, tokens, first, last in found.requests
-    )
-    found.bulk_tokens = after - before - production
-    rest = asyncio.gather(*fillers)
-    await asyncio.wait([rest], timeout=300)
-    await rest
-    if not all(task.done() for task in lent):  # they wait for an engine to end their last rollout
+            working.append(asyncio.ensure_future(product(here, http, tokens)))
+        requests = await asyncio.gather(*working)
+    await lending
+    stop.set()
+    await asyncio.gather(*fillers)
+    if not all(task.done() for task in lent):  # the last rollouts of the pool wait for an engine
         await here.harvester.lend(NAMES[1], here.newest)
-        await asyncio.wait_for(asyncio.gather(*lent), 300)
+        await asyncio.wait_for(asyncio.gather(*lent), 600)
         await here.harvester.take_back(NAMES[1], here.stable)
-    return found
-
-
-class Recorded:
-    """Lends the second engine as a round did."""
-
-    def __init__(self, lent: tuple[float, float, float, float]) -> None:
-        self._asked, _, self._taken, _ = lent
-
-    def away(self, time_s: float, load: float, away: int) -> int:
-        return int(self._asked <= time_s < self._taken)
-
-
-def fitted(rounds: list[Round]) -> EngineCosts:
-    """Fit the costs of steps to what the counters showed: non-negative least squares over half seconds."""
-    rows = np.array([row for one in rounds for row in one.samples])
-    wall, parts = rows[:, 0], rows[:, 1:].copy()
-    active = [0, 1, 2]
-    while True:  # leaves out parts that would be negative
-        cost, *_ = np.linalg.lstsq(parts[:, active], wall, rcond=None)
-        if (cost >= 0).all():
-            break
-        active.pop(int(cost.argmin()))
-    found = dict.fromkeys(range(3), 0.0) | dict(zip(active, map(float, cost), strict=True))
-    return EngineCosts(slots=SLOTS, step_s=found[0], sequence_s=found[1], prompt_token_s=found[2])
-
-
-def compared(rounds: list[Round], costs: EngineCosts) -> dict[str, Any]:
-    """Simulate rounds with the costs of others, and compare throughput and latency: simulated over measured."""
-    sums = np.zeros((2, 4))
-    for one in rounds:
-        rows = np.array(one.requests)
-        arrivals = Arrivals(rows[:, 0], rows[:, 1].astype(int), rows[:, 2].astype(int), one.seconds)
-        asked, lent, taken, back = one.lent
-        draining = 0.0  # part of the time until it was lent: the simulator drains by itself
-        fleet = FleetShape(
-            engines=2,
-            costs=costs,
-            tick_s=0.05,
-            lend_s=max(0.0, min(lent - asked, back - taken) - draining),
-            return_s=back - taken,
-            bulk_slots=SLOTS,
-            bulk_prompt_tokens=BULK_PROMPT,
-            bulk_sampled_tokens=BULK_SAMPLED,
-        )
-        seen = simulate(arrivals, fleet, Recorded(one.lent))
-        ended = ~np.isnan(seen.latency_s)
-        tokens = rows[:, 2][ended].sum()
-        first, latency = seen.first_s[ended], seen.latency_s[ended]
-        sums[0] += [seen.bulk_tokens, tokens, first.sum(), latency.sum()]
-        measured = rows[ended]
-        sums[1] += [
-            one.bulk_tokens,
-            measured[:, 2].sum(),
-            (measured[:, 3] - measured[:, 0]).sum(),
-            (measured[:, 4] - measured[:, 0]).sum(),
-        ]
-    simulated, real = sums
-    seconds = sum(one.seconds for one in rounds)
-    return {
-        "rollout_tokens_s": [round(float(x) / seconds, 1) for x in (simulated[0], real[0])],
-        "first_token_s": [round(float(x) / sum(len(r.requests) for r in rounds), 4) for x in (simulated[2], real[2])],
-        "latency_s": [round(float(x) / sum(len(r.requests) for r in rounds), 4) for x in (simulated[3], real[3])],
-        "simulated_over_measured": {
-            "rollout tokens": round(float(simulated[0] / real[0]), 3),
-            "first token": round(float(simulated[2] / real[2]), 3),
-            "latency": round(float(simulated[3] / real[3]), 3),
-        },
-    }
+    return {"requests": len(requests), "first_token_p50_s": round(float(np.median(requests)), 3)}
 
 
 async def milliseconds(here: Site, probes: int) -> dict[str, Any]:
@@ -385,21 +268,16 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
             rounds = []
             for seed in range(args.rounds):
                 rounds.append(await mixed(here, args.seconds, args.rate, seed))
-                print(f"round {seed}: {len(rounds[-1].requests)} requests, lent {rounds[-1].lent}", flush=True)
+                print(f"round {seed}: {rounds[-1]}", flush=True)
             load.append(os.getloadavg()[0])
-            costs = fitted(rounds[::2])
             sampled = await here.total("tokens")
             return {
                 "load": [round(one, 1) for one in load],
                 "milliseconds": fast,
                 "seconds": slow,
-                "costs_s": msgspec.to_builtins(costs),
-                "simulated": compared(rounds[1::2], costs),
-                "rounds": len(rounds),
-                "requests": sum(len(one.requests) for one in rounds),
+                "rounds": rounds,
                 "rollouts_preempted": await here.total("rollouts_preempted"),
                 "resumed_tokens": here.rollouts.num_resumed_tokens,
-                "lent_states": {state: here.harvester.leases.count(state) for state in Lease},
                 "sampled_tokens": sampled,
                 "lost_tokens": sampled - here.delivered,
             }
@@ -407,7 +285,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=20.0, help="length of a round")
     parser.add_argument("--rate", type=float, default=2.0, help="requests of production per second")
     parser.add_argument("--probes", type=int, default=200)

@@ -119,10 +119,12 @@ class _Engine:
         return steps * len(self.running), steps * self.bulk
 
     def start(self, request: int, prompt_tokens: int, sampled_tokens: int) -> float:
-        """Begin a request. Returns the time of its first token."""
+        """Begin a request with the next step. Returns the time of its first token."""
+        missing = math.ceil(self.steps - 1e-6) - self.steps if self.running or self.bulk else 0.0
+        rest_s = missing * self.step_s()
         self.stalled_until = max(self.now, self.stalled_until) + self.fleet.costs.prompt_token_s * prompt_tokens
-        heapq.heappush(self.running, (self.steps + sampled_tokens, request))
-        return self.stalled_until + self.step_s()
+        heapq.heappush(self.running, (self.steps + missing + sampled_tokens, request))
+        return self.stalled_until + rest_s + self.step_s()
 
     def next_end(self) -> float:
         """When the next request ends, if nothing changes."""

@@ -66,14 +66,15 @@ def simulate_steps(
     Of a rollout with more than `MAX_TURNS` turns some are joined, with their tokens and waits."""
     rng = np.random.default_rng(seed)
     per_step, turns = round(shape.rollouts), min(MAX_TURNS, max(1, round(shape.turns)))
-    tokens = rng.lognormal(-(spread**2) / 2, spread, per_step * steps) * shape.sampled_tokens / turns  # of a turn
+    number = per_step * (steps + layout.max_lag + 1)  # those of later steps keep the engines busy
+    tokens = rng.lognormal(-(spread**2) / 2, spread, number) * shape.sampled_tokens / turns  # of a turn
     round_trip_s = sum(one.engines * one.round_trip_s for one in layout.places) / layout.engines
     wait_s = (shape.tool_s + round_trip_s) * shape.turns / turns  # after each turn
     prefill = np.full(turns, shape.tool_tokens / turns)
     prefill[0] += shape.prompt_tokens
     engines = [_Engine(step_s) for _ in range(layout.engines)]
-    home, turn = np.zeros(per_step * steps, int), np.zeros(per_step * steps, int)
-    missing = np.full(steps, per_step)
+    home, turn = np.zeros(number, int), np.zeros(number, int)
+    missing = np.full(number // per_step, per_step)
     events: list[tuple[float, int, str, int, int]] = []
     ended: list[float] = []
     order = started = running = published = 0
