@@ -208,6 +208,17 @@ def _add_plan_command(commands: Commands[Parser]) -> None:
     plan.add_argument(
         "--against", type=Path, metavar="RUN", help="use the rollout statistics of a run, and compare the plan with it"
     )
+    plan.add_argument(
+        "--balance",
+        action="store_true",
+        help="how many devices for rollouts the learner needs, and what that depends on (not for cpu)",
+    )
+    plan.add_argument(
+        "--production",
+        type=Path,
+        metavar="TOML",
+        help="a fleet of production: how many of its engines can be lent to rollouts on average",
+    )
     plan.add_argument("--json", action="store_true", help="print JSON")
 
 

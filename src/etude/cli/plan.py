@@ -14,9 +14,11 @@ from typing import Any
 from rich.table import Table
 
 from etude.cli.locations import console, open_run
-from etude.config import overridden, read, to_toml
+from etude.config import load, overridden, read, to_toml
 from etude.dashboard.formatting import number
 from etude.errors import CheckpointError, ConfigError, EtudeError, Exit, NoCheckpoint, nearest
+from etude.harvest import HarvestConfig, harvested
+from etude.harvest.config import Harvested
 from etude.inference.config import EngineKind, devices_of
 from etude.loop.config import RunConfig
 from etude.loop.limits import build_config
@@ -37,8 +39,10 @@ from etude.plan import (
     engine_remedies,
     learner_remedies,
     plan,
+    sensitivity,
 )
 from etude.plan.arithmetic import CODE_BYTES, FLOAT32_BYTES
+from etude.plan.balance import Balance
 from etude.plan.hardware import MATRIX_BYTES
 from etude.scratch import ScratchDirectory
 from etude.training.config import LearnerConfig, LiveWeights, Masters, Moments, OptimizerKind
@@ -50,6 +54,9 @@ def print_plan(args: argparse.Namespace) -> int:
     """Print a plan; with `--against` also compare it with the measurements of a run. Returns the exit code.
 
     Raises `EtudeError` if the memory is not sufficient, with settings that would fit."""
+    if args.balance and args.hardware == "cpu":
+        facts = "learner and engines share the cores of this machine"
+        raise ConfigError("--balance needs accelerators", facts, hint="name them, as in --hardware h200")
     config = _config(args)
     model = _model(config)
     check_rank(model, config.learner.lora_rank)
@@ -62,10 +69,14 @@ def print_plan(args: argparse.Namespace) -> int:
     hardware = replace(hardware, dollars_h=prices.get(args.hardware, hardware.dollars_h))
     engines_on = _engines_on(args, hardware, prices)
     found = plan(model, shape, layout, hardware, engines_on)
+    balances = _balances(args, model, shape, layout, hardware, engines_on)
+    lent = harvested(load(args.production, HarvestConfig)) if args.production is not None else None
     cores = hardware.cores if isinstance(hardware, Measured) else 0
     beside = steps.compare(found, cores) if steps is not None and cores else {}
     if args.json:
         result = {"shape": asdict(shape), "layout": asdict(layout), "hardware": asdict(hardware), "plan": found.plain()}
+        result |= {"balance": {name: asdict(one) for name, one in balances.items()}} if balances else {}
+        result |= {"production": asdict(lent)} if lent is not None else {}
         print(json.dumps({**result, "against": {n: {"planned": p, "measured": m} for n, (p, m) in beside.items()}}))
         return _require_memory(model, layout, found)
     code = _require_memory(model, layout, found)
@@ -73,7 +84,48 @@ def print_plan(args: argparse.Namespace) -> int:
     screen.print(_table(found, shape, layout, hardware))
     if beside:
         screen.print(_compared(beside))
+    if balances:
+        screen.print(_balanced(balances))
+    if lent is not None:
+        screen.print(_beside_production(lent, balances))
     return code
+
+
+def _balances(
+    args: argparse.Namespace,
+    model: ModelConfig,
+    shape: Shape,
+    layout: Layout,
+    hardware: Device | Measured,
+    engines_on: Device | None,
+) -> dict[str, Balance]:
+    """The balance of devices and its variations, with `--balance`."""
+    if not args.balance or isinstance(hardware, Measured):
+        return {}
+    return sensitivity(model, shape, layout, hardware, engines_on)
+
+
+def _balanced(balances: dict[str, Balance]) -> Table:
+    table = Table("rollouts : training", "devices", "engines", "decoding batch", "a step, planned / simulated")
+    for name, one in balances.items():
+        if not one.engines:
+            table.add_row(name, "none is enough", "", "", "one rollout takes longer than the learner")
+            continue
+        error = f"{one.planned_s / one.simulated_s - 1:+.0%}"
+        times = f"{_seconds(one.planned_s)} / {_seconds(one.simulated_s)} ({error})"
+        table.add_row(name, f"{one.ratio:.2f} : 1", str(one.engines), f"{one.batch:.0f}", times)
+    return table
+
+
+def _beside_production(lent: Harvested, balances: dict[str, Balance]) -> str:
+    late = 100 * (lent.late_share - lent.late_share_unlent)
+    text = (
+        f"production: of its {lent.engines} engines {lent.lent:.1f} are lent to rollouts on average over a day; "
+        f"{late:+.2f} points of requests that are late; {number(lent.hand_backs, 'hand-back')}"
+    )
+    if needed := next((one.engines for one in balances.values()), 0):
+        text += f". The learner needs {number(needed, 'engine')}: {max(0.0, needed - lent.lent):.1f} beside production"
+    return text
 
 
 def _require_memory(model: ModelConfig, layout: Layout, found: Plan) -> int:

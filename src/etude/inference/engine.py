@@ -40,6 +40,7 @@ from etude.inference.step_thread import StepThread, fail
 from etude.inference.wire import OperatorResult
 from etude.models import Transformer
 from etude.records.completion import Completion, CompletionRequest, StopReason, Version
+from etude.records.wire import Routes
 from etude.seams import EngineInfo
 from etude.weights.follow.targets import Swap
 
@@ -116,6 +117,7 @@ class ReferenceEngine:
             max_waiting=self.config.max_waiting,
             share=share_prefixes,
             grain=self.config.chunk_tokens if model.config.linear_layers else 1,
+            on_preempt=self._keep,
         )
         slots, length = self.config.max_sequences, self.config.context_tokens
         drafts = drafter is None and self.config.speculation is Speculation.HEADS
@@ -374,26 +376,41 @@ class ReferenceEngine:
 
     def _end(self, request_id: str) -> None:
         """Complete a streamed request with the tokens that it has."""
-        for running in list(self._scheduler.running):
+        for running in (*self._scheduler.running, *self._scheduler.waiting):
             streamed = running.on_tokens is not None and not running.future.cancelled()
             if streamed and running.token_ids and running.request.request_id == request_id:
                 self._finish(running)
 
+    def _keep(self, running: Running) -> None:
+        """Keep what a rollout has sampled and loses with its slot: the routes, and the version of the tokens."""
+        if running.token_ids:
+            running.kept_routes = self._routes(running)
+            running.close_span(self.version)
+
+    def _routes(self, running: Running) -> Routes:
+        """Return the routes that a request wants. Each token has those with which it was sampled, also if its keys were
+        computed again by other weights."""
+        kept = running.kept_routes
+        now = self._runner.routes(running) if running.slot is not None else kept
+        assert now is not None, "a request that waits and has tokens was preempted"
+        return now if kept is None else np.concatenate([kept, now[len(kept) :]])
+
     def _finish(self, running: Running) -> None:
-        running.close_span(self.version)
         request, ids = running.request, running.token_ids
-        routes = self._runner.routes(running)
+        if len(ids) > running.num_spanned:
+            running.close_span(self.version)
+        routes = self._routes(running)
         stopped = ids[-1] in request.sampling.stop_token_ids
         completion = Completion(
             request_id=request.request_id,
             token_ids=np.array(ids, np.int32),
             logprobs=np.array(running.logprobs, np.float32),
             routes=routes,
-            routes_start=running.num_computed - len(routes),
+            routes_start=running.num_prompt + len(ids) - 1 - len(routes),
             spans=tuple(running.spans),
             stop_reason=StopReason.STOP if stopped else StopReason.LENGTH,
             engine=self.name,
-            num_cached=running.num_cached,
+            num_cached=min(running.num_cached, running.num_prompt),
             **_likeliest(running),
         )
         self._scheduler.finish(running)

@@ -4,6 +4,7 @@ Each docstring has the source of the formula."""
 
 from __future__ import annotations
 
+import functools
 from math import log2, prod
 
 from etude.models.config import ModelConfig
@@ -121,13 +122,14 @@ def expert_parameters(model: ModelConfig) -> int:
     return model.num_moe_layers * model.num_experts * 3 * model.hidden_size * model.expert_size
 
 
-def matrices(model: ModelConfig, on: str = "all") -> list[tuple[int, ...]]:
+@functools.lru_cache(maxsize=8)
+def matrices(model: ModelConfig, on: str = "all") -> tuple[tuple[int, ...], ...]:
     """Return the shapes of the matrices that Muon trains and LoRA adapts: the weights of attention and MLPs, with one
     entry for each expert.
 
     `on` selects them: "all", "attention" or "mlp"."""
     found = ((".mlp." in name, shape) for name, shape in weight_shapes(model) if is_quantised(name))
-    return [shape for is_mlp, shape in found if on == "all" or is_mlp == (on == "mlp")]
+    return tuple(shape for is_mlp, shape in found if on == "all" or is_mlp == (on == "mlp"))
 
 
 def expert_adapters(model: ModelConfig, training: Training) -> int:
@@ -196,11 +198,11 @@ def base_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
 def optimiser_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
     """Compute the bytes of gradients, separate masters and moments in the device memory of one of `ranks` fully sharded
     learner ranks (`parameter_bytes`); without what is offloaded."""
-    state = 0.0 if training.offload else state_bytes(model, training, ranks)
+    state = 0.0 if training.offload else optimiser_state_bytes(model, training, ranks)
     return parameter_bytes(training, ranks)["gradients"] * _trained_on_rank(model, training, ranks) + state
 
 
-def state_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
+def optimiser_state_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
     """Compute the bytes of separate masters and moments of one of `ranks` fully sharded learner ranks.
 
     Muon has no second moment for matrices: Jordan et al. 2024."""

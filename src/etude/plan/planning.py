@@ -149,7 +149,7 @@ def memory_of(model: ModelConfig, layout: Layout, capacity: float, engine_capaci
     activations = arithmetic.activation_bytes(model, layout.budget_tokens, training)
     host = arithmetic.base_bytes(model, training, shared)
     if training.offload:
-        host += arithmetic.state_bytes(model, training, shared)
+        host += arithmetic.optimiser_state_bytes(model, training, shared)
     learner = Memory(weights, optimiser, activations, 0.0, capacity, host=host)
     cache = arithmetic.kv_bytes_device(model, layout.engine_ranks, layout.dtype_bytes) * layout.kv_tokens
     cache += arithmetic.state_bytes(model) * layout.max_sequences
@@ -176,20 +176,33 @@ def _sync_s(layout: Layout, num_bytes: float, snapshot: float) -> float:
     return transfer_s + snapshot / layout.learner_ranks / ENCODE_BYTES_S
 
 
+def prompt_token_s(model: ModelConfig, context: float, device: Device) -> float:
+    """Compute the device seconds of an engine for one token of a prompt, after `context` tokens on average."""
+    return arithmetic.forward_flops(model, context) / (device.flops * device.training_share)
+
+
+def decoding_step_s(model: ModelConfig, context: float, layout: Layout, device: Device) -> Callable[[float], float]:
+    """Return a function from the number of sequences to the seconds of one decoding step of an engine.
+
+    The sequences have `context` tokens on average. A step takes as long as the roofline says (Williams et al. 2009),
+    and the all-reduces in addition."""
+    ranks = layout.engine_ranks
+    kv = arithmetic.kv_bytes_device(model, ranks, layout.dtype_bytes) * context + 2.0 * arithmetic.state_bytes(model)
+    weight_bytes = arithmetic.engine_bytes(model, layout.dtype_bytes, layout.matrix_bytes) / model.num_parameters
+
+    def step_s(batch: float) -> float:
+        compute = arithmetic.forward_flops(model, context) * batch / device.flops / ranks
+        read = (arithmetic.read_bytes(model, batch, weight_bytes) / ranks + kv * batch) / device.bytes_s
+        return max(compute, read) / device.decoding_share + tensor_parallel_s(model, batch, ranks, device)
+
+    return step_s
+
+
 def _on_devices(model: ModelConfig, shape: Shape, layout: Layout, learners: Device, device: Device) -> Plan:
     mean, ranks = shape.context / 2, layout.engine_ranks
     learner_device_s, learner_s, communication_s = _learner_s(model, shape, layout, learners)
-    prefill_s = arithmetic.forward_flops(model, mean) * shape.prefill_tokens / (device.flops * device.training_share)
-    kv = arithmetic.kv_bytes_device(model, ranks, layout.dtype_bytes) * mean + 2.0 * arithmetic.state_bytes(model)
-    weight_bytes = arithmetic.engine_bytes(model, layout.dtype_bytes, layout.matrix_bytes) / model.num_parameters
-
-    def decode_s(batch: float) -> float:
-        """Duration of one decoding step: the roofline (Williams et al. 2009) and the all-reduces."""
-        compute = arithmetic.forward_flops(model, mean) * batch / device.flops / ranks
-        read = (arithmetic.read_bytes(model, batch, weight_bytes) / ranks + kv * batch) / device.bytes_s
-        reduced = tensor_parallel_s(model, batch, ranks, device)
-        return max(compute, read) / device.decoding_share + reduced
-
+    prefill_s = prompt_token_s(model, mean, device) * shape.prefill_tokens
+    decode_s = decoding_step_s(model, mean, layout, device)
     in_flight = min(layout.max_running, (layout.max_lag + 1) * shape.rollouts) / layout.engines
     round_trip_s = sum(one.engines * one.round_trip_s for one in layout.places) / layout.engines
     waiting_s = shape.turns * (shape.tool_s + round_trip_s)
