@@ -60,8 +60,13 @@ raise SystemExit("ValueError: no such model")
 
 def test_the_error_of_a_start_names_what_the_server_raised_and_not_what_it_warned_of() -> None:
     vllm = VllmProcess([sys.executable, "-c", WARNS], dict(os.environ), name="e", socket=Path("s"), gives_routes=False)
+
+    async def work() -> None:
+        async with vllm:
+            pass
+
     with vllm.process, pytest.raises(EngineError) as ended:
-        asyncio.run(vllm.wait_until_ready())
+        asyncio.run(work())
     assert ended.value.facts == "ValueError: no such model"
 
 
