@@ -6,8 +6,8 @@ The reference engine, on one thread of a CPU, samples 24 tokens of each of B req
 penalties, with the likeliest tokens, and under a JSON schema whose text does not end. Each vocabulary size has a model
 with the laptop example's other sizes and random weights, and one tokeniser of 2,048 tokens: the further ids of a larger
 vocabulary are unused, as some are in published checkpoints. `added_ms` is a step's time above the plain step's.
-Medians; the ways take turns. It takes about two CPU minutes, most of them for the largest vocabulary in a batch
-of 16, where truncation sorts the whole vocabulary for each row.
+Medians; the ways take turns. Most of the time goes to the largest vocabulary in a batch of 16, where truncation sorts
+the whole vocabulary for each row.
 """
 
 from __future__ import annotations
