@@ -72,8 +72,8 @@ async def read_body(request: Request, max_bytes: int, *, hint: str) -> bytes:
         parts.append(message.get("body", b""))
         num_bytes += len(parts[-1])
         if num_bytes > max_bytes:
-            message = f"the body is too large: it has more than {max_bytes} bytes\n  hint: {hint}"
-            raise RequestRefused(413, message, code="request_too_large")
+            told = f"the body is too large: it has more than {max_bytes} bytes\n  hint: {hint}"
+            raise RequestRefused(413, told, code="request_too_large")
     return b"".join(parts)
 
 
