@@ -278,6 +278,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
                 "rounds": rounds,
                 "rollouts_preempted": await here.total("rollouts_preempted"),
                 "resumed_tokens": here.rollouts.num_resumed_tokens,
+                "cancelled_tokens": here.rollouts.num_lost_tokens,
                 "sampled_tokens": sampled,
                 "lost_tokens": sampled - here.delivered,
             }

@@ -21,7 +21,7 @@ import numpy as np
 
 from etude.plan.shape import Layout, Shape
 
-MAX_TURNS = 8
+MAX_TURNS = 4
 
 
 class _Engine:
