@@ -92,7 +92,7 @@ class Users:
                 logprobs=np.full(number, -5.0, np.float32),
             )
             writer.offer(msgspec.structs.replace(answer, completion=completion))
-        assert writer.close(60)
+        assert writer.close(600)
 
     def stored(self) -> list[str]:
         """The ids of the answers of all signals in the file, each of which got one."""
