@@ -56,7 +56,7 @@ class Users:
         self._draw, self._number = random.Random(seed), 0
         self._folder = PrivacyFolder(self.privacy)
         self._folder.consent.set(Subject.of(ACME), Level.TRAIN)
-        self._file = FeedbackFile(self.feedback, privacy=self._folder, create=True)
+        self._file = FeedbackFile(self.feedback, privacy=self._folder, create=True, cap=1 << 30)
         time.sleep(0.01)  # ids have milliseconds, and the consent must be older
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class Users:
                 logprobs=np.full(number, -5.0, np.float32),
             )
             writer.offer(msgspec.structs.replace(answer, completion=completion))
-        assert writer.close(60)
+        assert writer.close(600)
 
     def stored(self) -> list[str]:
         """The ids of the answers of all signals in the file, each of which got one."""
@@ -222,7 +222,7 @@ class ServedLoop:
     def _visit(self, process: subprocess.Popen[str]) -> None:
         assert process.poll() in (None, Exit.DONE), self.log.read_text()[-4000:]
         self.users.visit(self._names)
-        time.sleep(0.3)
+        time.sleep(1.0)  # what they said is read again at each look for a window
 
     def _kill(self, process: subprocess.Popen[str], target: str) -> str:
         window = self.window
