@@ -45,7 +45,15 @@ from etude.models.quantised_storage import (
     is_int4,
     quantization_config,
 )
-from etude.models.stacked_experts import BLOCKS, as_stored, expert_part, read_expert, read_plain, stacked_views
+from etude.models.stacked_experts import (
+    BLOCKS,
+    as_stored,
+    expert_part,
+    has_biases,
+    read_expert,
+    read_plain,
+    stacked_views,
+)
 from etude.models.tensor_parallel import full_shape, shard_tensor
 from etude.models.transformer import Transformer
 from etude.models.weight_views import hf_views, stays_float32, views
@@ -309,7 +317,7 @@ class Tensors:
             stem = name.removesuffix(".weight")
             return dequantise_int4(self.stored(f"{stem}.weight_packed"), self.stored(stem + INT4_SCALE))
         part = None if name in self._found else expert_part(name)
-        if part is not None and part.stack in self._found and f"{part.stack}_bias" not in self._found:
+        if part is not None and part.stack in self._found and not has_biases(part, self._found):
             return read_plain(part, self._one_of)
         if part is not None and any(one in self._found for one in (part.stack, part.stack + BLOCKS)):
             return read_expert(part, packed=part.stack not in self._found, read=self._one_of)

@@ -22,7 +22,7 @@ Shapes: E experts, D width, F expert width."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -94,6 +94,11 @@ def plain_shapes(at: str, config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     e, d, f = config.num_experts, config.hidden_size, config.expert_size
     yield at + "gate_up_proj", (e, 2 * f, d)
     yield at + "down_proj", (e, d, f)
+
+
+def has_biases(part: ExpertPart, names: Container[str]) -> bool:
+    """Return whether a stack is in gpt-oss's layout: plain stacks have no biases. `names`: all stored tensors."""
+    return part.is_bias or f"{part.stack}_bias" in names
 
 
 def read_plain(part: ExpertPart, read: Callable[[str, int], torch.Tensor]) -> torch.Tensor:
