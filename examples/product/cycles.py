@@ -160,7 +160,7 @@ async def run_cycles(
             counts = Counter[str]()
             while not learn.found(STEP, after=at):  # the 64 users fill the window
                 rounds += 1
-                counts.update(await use(agent, users, seed=1_000 * seed + rounds, rounds=3, spread_s=SPREAD_S, say=say))
+                counts.update(await use(agent, users, seed=1_000 * seed + rounds, rounds=2, spread_s=SPREAD_S, say=say))
             others = crowd(visitors, 1_000 * seed + cycle, prefix=f"visitor-{cycle}")
             end = asyncio.create_task(learn.wait_for(END, after=at))
             canary = asyncio.create_task(learn.wait_for(CANARY, after=at))
