@@ -112,9 +112,10 @@ def erase(args: argparse.Namespace) -> int:
 def opened_feedback(
     path: Path, capture: Path | None, *, keep_days: float = 90.0, cap: int = 1000, create: bool = False
 ) -> Iterator[FeedbackFile]:
-    """Open a file of signals with its privacy folder: `capture`, or where it was when the file was last used.
+    """Open a file of signals (feedback), and the privacy folder that has the answers which the signals are about.
 
-    `create`: whether a file that does not exist is created; this needs `capture`.
+    - `capture`: the privacy folder; None: the one with which the file was last used.
+    - `create`: whether to create a file that does not exist; this needs `capture`.
 
     Raises `InputError`, `PrivacyError`."""
     folder = capture or FeedbackFile.privacy_of(path)

@@ -45,20 +45,22 @@ class FeedbackSignals:
         return found
 
     def outcomes(self, since: float, metrics: Collection[str]) -> Iterable[Outcome]:
-        """Yield the signals about answers that were begun from `since` on (Unix time in s), as outcomes of a
+        """Yield the signals about answers that began at `since` (Unix time in s) or later, for the canary of a
         release."""
         return outcomes_of(self._file.signals(since=since), metrics)
 
 
 def learn(args: argparse.Namespace) -> int:
-    """Train a run on captured answers and signals about them until `--steps` are made, or until Ctrl-C. With
-    `--releases`, release what was trained, window after window. Returns the exit code."""
+    """Train a run on captured answers and on signals about them, for `--steps` steps or until Ctrl-C.
+
+    With `--releases`, each window of episodes is trained on, and the new version is released. Returns the exit code."""
     run, settings = open_run(args.run), read_settings(args.settings, args.set)
     if args.releases is None and args.cycles is not None:
         raise InputError("--cycles needs --releases", "a cycle ends with its release", hint="add --releases FILE")
     if args.releases is not None and args.steps is not None:
-        hint = "use --cycles N, and steps in the section [loop] of the settings"
-        raise InputError("--steps cannot be used with --releases", "a release is of a whole window", hint=hint)
+        hint = "give --cycles N for the number of windows, and steps in the section [loop] of --settings"
+        facts = "a release always has all steps of its window"
+        raise InputError("--steps cannot be used with --releases", facts, hint=hint)
     if not (args.privacy / "consent.sqlite").is_file():
         hint = "give the folder of etude serve --capture; etude privacy set creates it"
         raise InputError(f"{args.privacy} is not a folder of consent and captured answers", hint=hint)

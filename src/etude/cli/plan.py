@@ -325,7 +325,7 @@ def _forwarded(config: RunConfig) -> int:
 
 
 def training_of(learner: LearnerConfig, mode: Mode) -> Training:
-    """What a learner trains, as a plan describes it."""
+    """Return what a learner with this config trains, in the form that `plan` needs."""
     narrow = learner.weights is LiveWeights.BF16 and learner.dtype == "bfloat16"
     return Training(
         lora_rank=learner.lora_rank,

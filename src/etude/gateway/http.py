@@ -60,7 +60,7 @@ def _is_local(header: str | None, server: tuple[str, int | None] | None) -> bool
 async def read_body(request: Request, max_bytes: int, *, hint: str) -> bytes:
     """Return the body of a request.
 
-    Raises `RequestRefused` (HTTP status 413) with this hint if it has more than `max_bytes` bytes, and
+    Raises `RequestRefused` (HTTP status 413) with `hint` if it has more than `max_bytes` bytes, and
     `ClientDisconnect` if the client disconnects."""
     parts: list[bytes] = []
     num_bytes, more = 0, True
@@ -104,9 +104,10 @@ def json_response(body: object, status: int = 200, headers: Mapping[str, str] | 
 
 
 def error_response(request: Request, refused: RequestRefused) -> Response:
-    """Return the HTTP response of an error, in the format of the API that the request's path belongs to.
+    """Return the HTTP response for an error, in the format of the API that has the request's path.
 
-    A path of several APIs, or of none, is Anthropic's if the request has the header of its clients."""
+    If no API has the path alone, the format is Anthropic's for requests with the header `anthropic-version`, and
+    otherwise OpenAI's."""
     path = request.scope["path"]
     others = messages.error if "anthropic-version" in request.headers else openai_error
     write = next((d.error for d in DIALECTS.values() if path.startswith(d.path)), others)

@@ -55,13 +55,15 @@ def offer_answers(
 
 
 def sender(request: Request, record: Record) -> tuple[str, str]:
-    """Return the organisation and the user ("": not named) that a request is of."""
+    """Return the organisation and the user ("": not named) who sent a request."""
     return WITHOUT_KEY if record.key is None else record.key.name, request.headers.get(USER, "")
 
 
 def check_user(request: Request) -> None:
-    """Check the name of the user that a request is of. Raises `RequestRefused` (HTTP status 400) for a name under which
-    no answer can be captured or erased."""
+    """Check the user name in the header `USER` of a request.
+
+    Raises `RequestRefused` (HTTP status 400) if the name is too long or not printable, since no answer could be
+    captured or erased under it."""
     name = request.headers.get(USER, "")
     if len(name) > MAX_USER_CHARS or not (name.isprintable() or not name):
         facts = f"it has {len(name)} characters, of which {sum(not c.isprintable() for c in name)} are not printable"

@@ -1,11 +1,11 @@
 """Lends idle engines of production to rollouts and takes them back before they are needed. Production comes first.
 
-There are three tiers, by how fast an engine is back:
+There are three ways to share an engine (tiers). They differ in how fast production gets the engine back:
 
 - Milliseconds: rollouts are requests of another class in the same engine (`records.completion.Traffic`). Nothing is
   lent; a rollout whose slot is taken keeps its tokens.
-- Seconds: the engine loads the version of the rollouts by a delta, and that of production again (`Harvester`).
-- Tens of seconds: another model. It is simulated only.
+- Seconds: the engine loads the version of the rollouts by a delta, and later that of production (`Harvester`).
+- Tens of seconds: the engine serves another model. This is only simulated.
 
 >>> fleet, arrivals = FleetShape(engines=4), make_arrivals(TrafficShape(), 3_600.0, seed=1)
 >>> found = simulate(arrivals, fleet, Fixed(1))

@@ -23,11 +23,11 @@ class ForecastKind(enum.StrEnum):
 class HarvestConfig:
     """A fleet that serves production and is lent to rollouts.
 
-    - `target`: the share of its slots that production may use on average while other engines are lent.
+    - `target`: the share of an engine's slots that production may use on average while other engines are lent.
     - `lease_s`: an engine is lent only if the forecast does not need it for so many seconds.
     - `forecast`: "time-of-day", or the import path of a plug-in (kind `forecast`).
     - `fleet`, `traffic`: the engines with their speed (`fleet.costs`), and what production asks for.
-    - `seed`: of the traffic."""
+    - `seed`: the seed of the random traffic."""
 
     target: float = ranged(0.6, low=0.05, high=1.0)
     lease_s: float = ranged(600.0, low=0.0)
@@ -44,11 +44,12 @@ class HarvestConfig:
 
 @dataclass(frozen=True)
 class Harvested:
-    """What a day of a simulated fleet has for rollouts, after two days of history.
+    """The result of a simulation: what rollouts get on one day, and what production loses.
 
-    - `engines`: of the fleet; `lent`: engines that are lent, on average over the day.
-    - `late_share`, `late_share_unlent`: shares of production's requests that are late, with and without leases.
-    - `hand_backs`: how often an engine is taken back."""
+    - `engines`: the number of engines of the fleet. `lent`: the mean number of lent ones over the day.
+    - `late_share`, `late_share_unlent`: shares of production's requests that are late (`FleetShape`), if engines are
+      lent and if none is.
+    - `hand_backs`: how many times production took an engine back."""
 
     engines: int
     lent: float
@@ -58,7 +59,7 @@ class Harvested:
 
 
 def harvested(config: HarvestConfig) -> Harvested:
-    """Simulate three days of a fleet, and return what the last of them has for rollouts."""
+    """Simulate three days of a fleet, and return the result for the last one. The forecast learns from the others."""
     fleet = config.fleet
     arrivals = make_arrivals(config.traffic, 3 * DAY_S, seed=config.seed)
     forecast = config.make_forecast()

@@ -1,4 +1,4 @@
-"""Forecasts of the load of production. The load is the number of requests that run or wait.
+"""Forecasts of the load of production. The load is the number of requests that run or wait in its engines.
 
 A forecast is a plug-in: any object with the two methods of `Forecast`. `TimeOfDay` is the built-in one."""
 
@@ -20,27 +20,27 @@ DAY_S = 86_400.0
 
 @runtime_checkable
 class Forecast(Protocol):
-    """Predicts the load of production. One object is used for one fleet, with times that never go back."""
+    """Predicts the load of production. Each fleet has its own object. Its times never decrease."""
 
     def observe(self, time_s: float, load: float) -> None:
-        """Take in the load at a time. It is called at regular intervals.
+        """Record the load at a time. The caller calls it at regular intervals.
 
-        `time_s`: in seconds since a midnight. `load`: mean number of requests since the call before, at least 0."""
+        `time_s`: in seconds since a midnight. `load`: mean number of requests since the previous call, at least 0."""
         ...
 
     def predict(self, start_s: float, stop_s: float) -> float:
         """Return the load that is rarely exceeded in the time [start_s, stop_s), which begins now or later.
 
-        The result is at least 0 and finite. If too little was observed, it is a load that is surely enough, such as
-        the largest one so far."""
+        The result is at least 0 and finite. If there are too few observations, return a high estimate, such as the
+        largest load so far."""
         ...
 
 
 class TimeOfDay:
     """Predicts the usual load at a time of the day, times recent load over usual load.
 
-    The usual load of each interval of a day is a moving mean over days. To it a margin is added: the given quantile of
-    the relative errors that such predictions had over the last days.
+    The usual load of each interval of a day is a moving mean over days. The prediction also has a margin: the given
+    quantile of the relative errors of earlier predictions, over the last days.
 
     - `interval_s`: length of an interval of the day, in seconds.
     - `newest`: weight of the newest day in the moving mean.
@@ -101,8 +101,8 @@ class TimeOfDay:
 
 
 class PluginForecast:
-    """A forecast of a user's own package. Both methods raise `PluginError` if the plug-in raises an error, or predicts
-    anything but a finite number of at least 0."""
+    """Calls a forecast from a user's package. Both methods raise `PluginError` if the plug-in raises an error, or
+    predicts anything but a finite number of at least 0."""
 
     def __init__(self, plugin: Plugin) -> None:
         self._plugin = plugin

@@ -1,7 +1,8 @@
-"""Lends engines of a fleet to rollouts and takes them back, as a policy says: the second tier, by swaps of weights.
+"""Lends engines of a fleet to rollouts and takes them back, as a policy decides, by swapping their weights.
 
-Each engine follows a branch of the weight channel of its own. To lend it, the branch is pointed at the version of the
-rollouts; to take it back, at the version of production. Deltas lead both ways."""
+Each engine loads the weights of its own branch of the weight channel. To lend an engine, the harvester points that
+branch at the version of the rollouts; to take it back, at the version of production. The engine loads a delta each
+time. This is the tier of seconds (`etude.harvest`)."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ class Harvester:
       and for a version to be loaded.
     - `report`: called with a line for each engine that could not be lent or taken back in time.
 
-    `ended_s` and `served_s` have one number for each time that an engine was taken back: the seconds until its rollouts
-    had ended, and until it served production again."""
+    `ended_s` and `served_s` have one number for each `take_back`: the seconds until the engine's rollouts had ended,
+    and until it served production again."""
 
     def __init__(
         self,
@@ -57,8 +58,9 @@ class Harvester:
     async def lend(self, name: str, version: Version) -> None:
         """Lend an engine: it completes its requests of production, loads `version`, and serves rollouts.
 
-        Raises `EngineError` if it cannot be lent now, and `DeadlineExceeded` if its requests did not end in time, or
-        the version was not loaded; after the last error take it back."""
+        Raises `EngineError` if its state does not allow that. Raises `DeadlineExceeded` if its requests did not end in
+        time, and it serves production again; or if it did not load the version in time, and it serves nobody until the
+        caller calls `take_back`."""
         self.leases.move(name, Lease.DRAINING)
         try:
             await self._production.drain(name, deadline_s=self._drain_s)
@@ -74,7 +76,7 @@ class Harvester:
         """Take an engine back: its rollouts end with the tokens that they have, it loads `version`, and serves
         production.
 
-        Raises `DeadlineExceeded` if the version was not loaded in time. Call it again then."""
+        Raises `DeadlineExceeded` if it did not load the version in time. The caller must then call this again."""
         began = asyncio.get_running_loop().time()
         if self.leases.states[name] is not Lease.RETURNING:
             self.leases.move(name, Lease.RETURNING)
@@ -95,7 +97,7 @@ class Harvester:
         time_s: Callable[[], float],
         tick_s: float = 30.0,
     ) -> None:
-        """Lend and take back engines as a policy says, until cancelled. Then all engines are taken back.
+        """Lend and take back engines as a policy decides, until cancelled; then take all engines back.
 
         `stable` and `newest` return the versions of production and of rollouts, and `time_s` the time of day in seconds
         since a midnight. Changes that fail are reported and tried again, at intervals of `tick_s` seconds."""
@@ -158,5 +160,5 @@ class Harvester:
             raise DeadlineExceeded(
                 f"{name} did not load {version} within {self._load_s:g} s",
                 loaded,
-                hint="check that it follows its branch; see its log",
+                hint=f"check in its log that it was started with its own branch (--branch {name}), and loads deltas",
             ) from None

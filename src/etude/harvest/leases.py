@@ -53,8 +53,10 @@ class Leases:
         return sum(state in states for state in self.states.values())
 
     def move(self, name: str, state: Lease) -> None:
-        """Change the state of an engine. Raises `EngineError` if the present state does not allow it: an engine that is
-        lent is not lent again, and the last `min_serving` engines stay."""
+        """Change the state of an engine.
+
+        Raises `EngineError` if its present state does not lead to the new one, or if fewer than `min_serving` engines
+        would serve production."""
         now = self.states[name]
         if state not in _NEXT[now]:
             raise EngineError(
@@ -71,8 +73,8 @@ class Leases:
     def changes(self, num_away: int, load: Mapping[str, float]) -> tuple[list[str], list[str]]:
         """Return which engines to lend and which to take back, so that `num_away` are lent or about to be.
 
-        `load`: requests of production of each engine. The least loaded engines are lent, and those that have to load
-        the least are taken back."""
+        `load`: requests of production of each engine. The engines with the lowest load are lent first. The engines
+        that have the least to load are taken back first."""
         away = [name for state in AWAY for name, now in self.states.items() if now is state]
         if len(away) > num_away:
             return [], away[: len(away) - max(0, num_away)]

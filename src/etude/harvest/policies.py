@@ -19,8 +19,8 @@ class LendingPolicy(Protocol):
     def away(self, time_s: float, load: float, away: int) -> int:
         """Return how many engines should be lent or about to be, at the time `time_s` (seconds since a midnight).
 
-        `load`: mean number of requests of production that ran or waited since the call before. `away`: how many engines
-        are lent or about to be now."""
+        `load`: mean number of requests of production that ran or waited since the previous call. `away`: how many
+        engines are lent or about to be now."""
         ...
 
 
@@ -69,7 +69,9 @@ class Night:
 
 
 class Reactive:
-    """Lends what the present load leaves. It lends one more engine only after the load left it for `calm_s` seconds."""
+    """Lends the engines that production does not need at the present load.
+
+    It lends one more engine only after production did not need that engine for `calm_s` seconds."""
 
     def __init__(self, capacity: Capacity, *, calm_s: float = 300.0) -> None:
         self._capacity, self._calm_s = capacity, calm_s
@@ -82,13 +84,14 @@ class Reactive:
 
 
 class ForecastLending:
-    """The controller: lends what the forecast leaves, and takes engines back before the load rises.
+    """The controller: lends the engines that production will not need, and takes them back before the load rises.
 
-    - `lead_s`: how long it takes until a lent engine serves production again, and the interval of the calls. For that
-      time ahead the engines must suffice; otherwise some are taken back now.
-    - `lease_s`: an engine is lent only if it is not needed for that many seconds, since each lease costs two swaps.
+    - `lead_s`: seconds until a lent engine serves production again, plus the interval between calls. If production will
+      need a lent engine within this time, by the forecast, it is taken back now.
+    - `lease_s`: an engine is lent only if production will not need it for this many seconds, since each lease costs two
+      swaps of weights.
 
-    The present load counts too: an engine that it needs is taken back, whatever the forecast says."""
+    It expects at least the present load, even if the forecast is lower."""
 
     def __init__(self, capacity: Capacity, forecast: Forecast, *, lead_s: float = 60.0, lease_s: float = 600.0) -> None:
         self._capacity, self._forecast = capacity, forecast
@@ -104,8 +107,8 @@ class ForecastLending:
 
 
 class Oracle:
-    """Knows the load of the future: `loads[i]` is that of the call at ``start_s + i * tick_s``. It lends whatever is
-    not needed for the next `lead_s` seconds."""
+    """Knows the future load: `loads[i]` is the load at the call at ``start_s + i * tick_s``. It lends the engines that
+    production does not need in the next `lead_s` seconds."""
 
     def __init__(
         self, capacity: Capacity, loads: Sequence[float], *, start_s: float, tick_s: float, lead_s: float = 60.0

@@ -1,9 +1,10 @@
-"""Serves rollouts from engines that production lends for a while: a `Policy` from which engines may be taken.
+"""Serves rollouts from engines that production lends for a while: a `Policy` that can lose its engines.
 
-A request whose engine is taken is ended there with the tokens that it has (`seams.Ending`), and goes on at another
-engine, or when one is lent again: what was sampled becomes part of the next prompt. Random numbers depend on the seed
-and the position alone, so under the same weights the tokens are those of an undisturbed request. The parts are joined
-to one `Completion`; each token keeps the log-probability, the version and the routes with which it was sampled."""
+If the engine of a request is taken, the request ends there with the tokens that it has (`seams.Ending`). It goes on at
+another engine, at once or when one is lent again: the sampled tokens become part of the next prompt. Random
+numbers depend on the seed and the position alone, so under the same weights the tokens are those of an undisturbed
+request. The parts are joined to one `Completion`; each token keeps the log-probability, the version and the routes with
+which it was sampled."""
 
 from __future__ import annotations
 
@@ -24,8 +25,10 @@ REST_S = 2.0  # an engine that failed gets no request for so long
 
 
 class NotLent(EngineError):
-    """Raised for a rollout request when no engine was lent for too long. `partial` has the tokens sampled until then;
-    None: there are none. A request whose prompt is that prompt and these tokens continues it."""
+    """Raised for a rollout request that waited too long for a lent engine.
+
+    `partial` has the tokens that were sampled before; None: there are none. To continue, send a request whose prompt is
+    the old prompt followed by these tokens."""
 
     partial: Completion | None = None
 
@@ -58,8 +61,8 @@ class LentEngines:
     """The engines that are lent at the moment, used as one policy for rollouts. It implements `seams.Policy`.
 
     - `patience_s`: the longest time in seconds that a request waits for an engine.
-    - `end_s`: how long `take` waits for the partial completions of an engine, in seconds. What has not ended then is
-      cancelled, and loses its tokens of this engine.
+    - `end_s`: how long `take` waits for the partial completions of an engine, in seconds. Requests that have not
+      ended by then are cancelled, and lose the tokens that this engine sampled.
 
     Requests with penalties, truncation or a grammar (not `Sampling.plain`) start again after they lost their engine.
     Use it in one event loop."""
@@ -84,9 +87,9 @@ class LentEngines:
         self._changed = asyncio.Event()
 
     async def take(self, name: str) -> None:
-        """Remove an engine, which serves none of these requests afterwards. Unknown names are ignored.
+        """Remove an engine. Unknown names are ignored.
 
-        Its requests end within `end_s` seconds, and go on elsewhere."""
+        Its requests end within `end_s` seconds, and go on at other engines; afterwards the engine has none of them."""
         member = self._members.pop(name, None)
         if member is None:
             return
@@ -122,8 +125,8 @@ class LentEngines:
             await asyncio.sleep(POLL_S)
 
     async def complete(self, request: CompletionRequest) -> Completion:
-        """Sample a completion on lent engines, as `seams.Policy.complete` does; the class of the request is that of
-        rollouts.
+        """Sample a completion on lent engines, like `seams.Policy.complete`. The request's `traffic` is set to
+        `Traffic.ROLLOUT`.
 
         Raises `NotLent` when it waited `patience_s` seconds for an engine."""
         request = msgspec.structs.replace(request, traffic=Traffic.ROLLOUT)
@@ -184,7 +187,7 @@ def _is_complete(request: CompletionRequest, done: Completion) -> bool:
 
 
 def _rest_of(request: CompletionRequest, done: Completion | None) -> CompletionRequest:
-    """The request for what is missing."""
+    """Return the request for the tokens that are missing after `done`."""
     if done is None or not len(done.token_ids):
         return request
     number = len(done.token_ids)
@@ -197,7 +200,7 @@ def _rest_of(request: CompletionRequest, done: Completion | None) -> CompletionR
 
 
 def joined(request: CompletionRequest, first: Completion | None, second: Completion) -> Completion:
-    """Join two parts of a completion of `request`: `second` continued `first`, for which it had no part of a cache."""
+    """Join two parts of a completion of `request`. The prompt of `second` ended with the tokens of `first`."""
     if first is None or not len(first.token_ids):
         return second
     spans = list(first.spans)

@@ -6,8 +6,9 @@ it began. While a prompt is computed, the engine makes no other progress. A requ
 fewest requests; if all slots are taken, it waits in one queue.
 
 Rollouts are not simulated one by one: there is always another one. They fill the slots of lent engines, and up to
-`bulk_slots` slots of engines that serve production, which never waits for them. A rollout whose slot production takes
-keeps its tokens, and computes its context again later. Each of its tokens also costs its share of a prompt.
+`bulk_slots` slots of engines that serve production. Production never waits for rollouts. If production takes the slot
+of a rollout, the rollout keeps its tokens, and the engine computes its context again later. The time for a rollout's
+prompt is divided evenly among its sampled tokens.
 
 The event loop is a heap of times: that takes fewer lines than processes of a simulation library."""
 
@@ -49,7 +50,7 @@ class FleetShape:
     - `lend_s`, `return_s`: seconds until a drained engine serves rollouts, and until a lent one serves production.
       A swap by delta takes about a second, another model (sleep and wake) tens of seconds.
     - `bulk_slots`: the most slots of a serving engine that rollouts may use: the tier of milliseconds. 0: none.
-    - `bulk_prompt_tokens`, `bulk_sampled_tokens`: means of a rollout.
+    - `bulk_prompt_tokens`, `bulk_sampled_tokens`: mean numbers of tokens of a rollout.
     - `first_s`, `token_s`: a request of production is late if its first token takes longer than `first_s` seconds, or
       the others longer than `token_s` each on average."""
 
@@ -71,7 +72,7 @@ class Simulated:
     """What a simulation counted.
 
     - `first_s` [R], `latency_s` [R]: seconds from the arrival of each request to its first and last token; NaN if the
-      simulation ended before.
+      simulation ended earlier.
     - `late_share`: the share of requests that were late (`FleetShape`).
     - `production_tokens`, `bulk_tokens`, `lent_tokens`: sampled tokens of production, of rollouts on all engines, and
       of rollouts on lent ones.
@@ -112,14 +113,14 @@ class _Engine:
         return costs.step_s + costs.sequence_s * (len(self.running) + self.bulk) + prompt_s * self.bulk
 
     def advance(self, now: float) -> tuple[float, float]:
-        """Compute until `now`. Returns the tokens that production and rollouts got."""
+        """Simulate the engine until `now` (seconds). Returns how many tokens production and rollouts sampled."""
         begin = max(self.now, min(self.stalled_until, now))
         steps = (now - begin) / self.step_s()
         self.now, self.steps = now, self.steps + steps
         return steps * len(self.running), steps * self.bulk
 
     def start(self, request: int, prompt_tokens: int, sampled_tokens: int) -> float:
-        """Begin a request with the next step. Returns the time of its first token."""
+        """Begin a request with the next step. Returns when its first token is sampled, in seconds."""
         missing = math.ceil(self.steps - 1e-6) - self.steps if self.running or self.bulk else 0.0
         rest_s = missing * self.step_s()
         self.stalled_until = max(self.now, self.stalled_until) + self.fleet.costs.prompt_token_s * prompt_tokens
@@ -127,7 +128,7 @@ class _Engine:
         return self.stalled_until + rest_s + self.step_s()
 
     def next_end(self) -> float:
-        """When the next request ends, if nothing changes."""
+        """Return when the next request ends if none begins before, in seconds; infinity if none runs."""
         if not self.running:
             return math.inf
         return max(self.now, self.stalled_until) + max(0.0, self.running[0][0] - self.steps) * self.step_s()

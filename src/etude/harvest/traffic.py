@@ -28,10 +28,12 @@ class TrafficShape:
     """The parameters of production traffic.
 
     - `requests_s`: requests per second, averaged over a weekday without noise.
-    - `peak_to_valley`: the rate at the busiest time of a day over that at the quietest; `peak_hour`: the busiest time.
+    - `peak_to_valley`: the highest rate of a day divided by the lowest. `peak_hour`: when it is highest, in hours since
+      midnight, 0 to 24.
     - `weekend_share`: the rate on days 5 and 6 of a week, relative to a weekday.
-    - `noise`: standard deviation of the logarithm of a slow random factor, which changes over `noise_s` seconds.
-    - `surges_day`: sudden rises per day, on average. Each multiplies the rate by `surge_factor` for `surge_s` seconds.
+    - `noise`: standard deviation of the logarithm of a random factor of the rate. The factor changes slowly, over
+      `noise_s` seconds.
+    - `surges_day`: mean number of sudden rises per day. Each multiplies the rate by `surge_factor` for `surge_s` s.
     - `burst_shape`: shape of the Gamma distribution of times between requests. 1.0 is a Poisson process; smaller
       numbers are burstier.
     - `prompt_tokens`, `sampled_tokens`: medians of log-normal distributions, whose logarithms have the standard
@@ -57,7 +59,7 @@ class TrafficShape:
 class Arrivals:
     """Requests in order of arrival: `at_s` [R] in seconds, `prompt_tokens` [R], `sampled_tokens` [R], each at least 1.
 
-    `duration_s` is the length of the time in which they arrive."""
+    `duration_s`: how long requests arrive, in seconds."""
 
     at_s: F64
     prompt_tokens: I64

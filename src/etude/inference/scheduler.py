@@ -5,12 +5,12 @@ of prompts. Sequences join and leave between any two steps. Where a prompt is cu
 on what else is in the batch.
 
 Production has strict priority over rollouts. It gets the first free slot, then the slot of an idle session, then that
-of a running rollout. This one keeps the tokens that it has sampled. Later it computes their keys again, like those of
-its prompt, and goes on; the tokens after them depend on its seed and their positions alone.
+of a running rollout. The rollout keeps the tokens that it has sampled. Later the engine computes their keys again, like
+those of its prompt, and the rollout goes on; the tokens after them depend on its seed and their positions alone.
 While a prompt of production is computed, rollouts stop, with their KV kept. Afterwards both share the steps.
 
-Everything is bounded: slots, prompt tokens per step, and the waiting queue of each class. Beyond it requests are
-refused.
+Everything is bounded: slots, prompt tokens per step, and the waiting queue of each class. If the queue is full,
+further requests are refused.
 
 A request begins with the longest prefix of its prompt whose KV any slot holds (`slots`), so that a next turn computes
 only its new tokens, and siblings compute their common prompt once. If another request is computing the same beginning
@@ -140,7 +140,7 @@ class Sequence:
         return self.request.traffic is Traffic.PRODUCTION
 
     def suspend(self) -> None:
-        """Give up the slot, and what was computed in it, but no sampled token."""
+        """Give up the slot and its KV. The sampled tokens are kept."""
         self.slot, self.begun, self.awaited = None, False, None
         self.num_cached, self.num_computed, self.kv_epoch = 0, 0, 0
         self.token_ids = list(self.token_ids)  # a drafter that knows the old list begins anew
@@ -251,7 +251,8 @@ class Scheduler:
     - `step_tokens`: the most prompt tokens of a step.
     - `max_waiting`: the most requests of a class (rollouts, production) that wait for a slot.
     - `share`: False to compute every prompt whole; for comparisons.
-    - `grain`: that of `SlotTable`: 1, or for a model with recurrent layers `chunk_tokens`.
+    - `grain`: KV is reused for prefixes whose length is a multiple of this number of tokens (`SlotTable`): 1, or
+      `chunk_tokens` for a model with recurrent layers.
     - `on_preempt`: called with a rollout that is about to lose its slot."""
 
     def __init__(

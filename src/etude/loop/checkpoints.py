@@ -76,8 +76,8 @@ def newest_checkpoint(run: RunFolder) -> Path:
 def checkpoint_of(run: RunFolder, version: Version) -> Path:
     """Return the checkpoint with the weights of a version, and the state of the optimiser after it.
 
-    It may be of another start of the learner that had the same weights at this step. Raises `RunRefused` if the run has
-    no such checkpoint any more, and `CheckpointError` if it is damaged."""
+    It may be from another start of the learner, if that had the same weights at this step. Raises `RunRefused` if
+    the run has no such checkpoint any more, and `CheckpointError` if it is damaged."""
     paths = [run / "checkpoints" / name for name in (f"step-{version.step:06d}", "final")]  # final: also of no step
     found = {path: checkpoint_version(path) for path in paths}
     for path, one in found.items():
@@ -85,6 +85,6 @@ def checkpoint_of(run: RunFolder, version: Version) -> Path:
             return path
     raise RunRefused(
         f"{run.path} has no checkpoint of {version}",
-        "; ".join(f"{path} has {one}" if one else f"{path} does not exist" for path, one in found.items()),
-        hint=f"deploy a version with a checkpoint: etude weights point {run.path} STEP --branch stable",
+        "; ".join(f"{path} is of {one}" if one else f"{path} does not exist" for path, one in found.items()),
+        hint=f"deploy a version whose step has a checkpoint: etude weights point {run.path} STEP --branch stable",
     )

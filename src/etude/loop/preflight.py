@@ -354,7 +354,7 @@ def check_attention(config: RunConfig, model: ModelConfig) -> None:
     if model.linear_layers and config.engine.speculation is not Speculation.OFF:
         raise ConfigError(
             f"engine.speculation = {str(config.engine.speculation)!r} is not possible",
-            f"the model, a {model.family}, has gated delta layers, whose states keep a rejected draft",
+            f"the model, a {model.family}, has gated delta layers: rejected tokens cannot be removed from their states",
             hint="set engine.speculation = 'off'",
         )
     if model.linear_layers and config.learner.context_parallel > 1:

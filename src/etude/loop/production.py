@@ -64,17 +64,19 @@ async def learn(
     on_step: OnStep,
     on_wait: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Train a run on its windows without releases: `steps` steps, or until it is cancelled if that is None.
+    """Train a run on its windows without releases, for `steps` steps; None: until it is cancelled.
 
-    The caller holds the run's lock. `poll_s`: how often new episodes are looked for, in s. `on_wait` is called with a
-    line on what is waited for when that changes. Raises the error that ended training."""
+    The caller holds the run's lock. `poll_s`: seconds between two looks for new episodes. `on_wait` is called with a
+    line that says what it waits for, whenever that changes. Raises the error that ended training."""
     async with trainer_of(windows, telemetry) as trainer:
         await trainer.train(steps, poll_s=poll_s, on_step=on_step, on_wait=on_wait)
 
 
 @contextlib.asynccontextmanager
 async def trainer_of(windows: Windows, telemetry: Telemetry) -> AsyncIterator[ProductionTrainer]:
-    """Yield the trainer of a run with a learner process, which ends with the block."""
+    """Start a learner process for the run of `windows`, and yield a trainer that uses it.
+
+    The process ends at the end of the `async with` block."""
     supervisor = Supervisor(telemetry, hung_s=windows.config.fleet.hung_s)
     try:
         async with open_processes(windows.run, windows.config, telemetry, supervisor) as processes:
@@ -99,16 +101,17 @@ class ProductionTrainer:
         self._referred: Version | None = None
 
     async def train(self, steps: int | None, *, poll_s: float, on_step: OnStep, on_wait: Callable[[str], None]) -> None:
-        """Make `steps` steps, or go on until cancelled if it is None. See `learn`."""
+        """Make `steps` steps; None: go on until cancelled. See `learn`."""
         made = await self.train_window(on_step, most=steps)  # of a window that an earlier process left
         while steps is None or made < steps:
             await self.windows.fill(poll_s=poll_s, on_wait=on_wait)
             made += await self.train_window(on_step, most=None if steps is None else steps - made)
 
     async def train_window(self, on_step: OnStep, *, most: int | None = None) -> int:
-        """Make the steps of the newest window that are missing, at most `most`. Returns their number.
+        """Make the missing steps of the newest window, at most `most` (None: all). Returns how many were made.
 
-        `version` is then the version of the last one. Raises the error that ended training."""
+        Afterwards `version` is the newest version that the learner has published. Raises the error that ended
+        training."""
         made = fruitless = 0
         self._window = await self.storage(self.windows.newest)
         while most is None or made < most:

@@ -1,7 +1,7 @@
 """Evaluates two versions of a run on the suites of a release's gate, and compares them.
 
-The evaluations are the command `etude eval` in a process of its own, which ends with this one. A result is used again
-for the same weights and the same suite, so a promoted version is not evaluated a second time."""
+The evaluations are the command `etude eval` in a child process, which never outlives this one. Results are stored, and
+used again for the same weights and the same suite, so a promoted version is not evaluated a second time."""
 
 from __future__ import annotations
 
@@ -34,14 +34,18 @@ _UNFINISHED = ".unfinished"
 
 
 class Gate:
-    """The gate of a run's releases. `folder`: where results are kept. `prices`: a table of prices, or None. `tell` is
-    called with a line on each evaluation."""
+    """Decides whether a release of a run may begin its canary.
+
+    `folder`: where evaluation results are stored. `prices`: a TOML file with a table of prices, or None. `tell` is
+    called with a line for each evaluation."""
 
     def __init__(self, run: RunFolder, folder: Path, prices: Path | None, tell: Callable[[str], None]) -> None:
         self._run, self._folder, self._prices, self._tell = run, folder, prices, tell
 
     async def check(self, release: Release) -> GateResult:
-        """Evaluate both versions of a release where that is missing, and compare them.
+        """Evaluate the candidate and the stable version of a release, and compare them.
+
+        A version that has a stored result for a suite is not evaluated again on it.
 
         Raises `EtudeError` if an evaluation fails, and `InputError` if the results cannot be compared."""
         played = dict[str, tuple[Played, Played]]()

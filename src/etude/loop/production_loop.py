@@ -7,8 +7,8 @@ at any moment goes on where it stopped:
     window stored ──► its steps ──► candidate stored ──► release begun ──► gate, canary ──► ended ──► result stored
 
 Each window goes on from the version of the branch `stable`: its weights and the state of its optimiser. If the last
-candidate was not promoted, the checkpoints after that version are deleted, and the episodes that led to them are spent:
-what made a version worse is not trained on again."""
+candidate was not promoted, the checkpoints after that version are deleted, and no later step trains on their episodes:
+what made a version worse is not used again."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OutcomesSince = Callable[[float, Collection[str]], Iterable[Outcome]]
 
 class ProductionLoop:
     """The endless loop. `outcomes`: called in the thread of the privacy folder. `tell`: called with each line of
-    progress. Close it."""
+    progress. Call `close` at the end."""
 
     def __init__(
         self,
@@ -80,9 +80,9 @@ class ProductionLoop:
         self._thread.close()
 
     async def forever(self, cycles: int | None, *, on_step: OnStep) -> None:
-        """Make so many cycles, or go on until cancelled if it is None.
+        """Run `cycles` cycles (a window, its steps and its release); None: go on until cancelled.
 
-        `on_step` is called after each step. The caller holds the run's lock. Raises the error that ended it."""
+        `on_step` is called after each step. The caller holds the run's lock. Raises the error that ended the loop."""
         self._releases = await self._thread(lambda: Releases(self._path, signer=self._signer))
         stable = await run_in_thread(self._branches)
         self._tell(f"loop: stable is {stable}, releases in {self._path}")

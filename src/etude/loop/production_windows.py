@@ -3,8 +3,8 @@
 A window is formed in one transaction with its record (`Window`, in the ledger), so a process that is killed leaves a
 whole window or none. Each episode is a group of one rollout, so that every rule of a run's ledger holds for it.
 
-An episode is linked to its rollout in the privacy folder before the ledger has the rollout. After a kill between the
-two, the record is still free, since no rollout in the ledger holds it."""
+The privacy folder stores which rollout an episode becomes, before the ledger has that rollout. If the process is killed
+between the two, the next window may use the episode, since no rollout in the ledger contains it."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ class Deployed(NamedTuple):
 
     @property
     def digests(self) -> frozenset[str]:
-        """The digests of both: tokens that they sampled are the deployed policy's own."""
+        """The digests of both versions. Tokens that they sampled count as tokens of the deployed policy."""
         return frozenset(one.digest for one in (self.version, self.before) if one is not None)
 
 
 class Windows:
     """Forms the windows of a run, and owns the run's ledger.
 
-    Raises `RunRefused` if the run's RL has not ended, and `ConfigError` for windows larger than its ledger. Close
-    it."""
+    Raises `RunRefused` if the run's RL has not ended, and `ConfigError` for windows larger than its ledger.
+    Call `close` at the end."""
 
     def __init__(
         self,
@@ -132,8 +132,9 @@ class Windows:
     ) -> Window:
         """Wait until a window has enough settled episodes, or its deadline has passed, and store it.
 
-        `poll_s`: how often is looked, in s. `on_wait` is called with a line on what is waited for when that changes.
-        `deployed`: returns the deployed versions; None: episodes of any version are taken, and no release follows."""
+        `poll_s`: seconds between two looks for episodes. `on_wait` is called with a line that says what it waits for,
+        whenever that changes. `deployed`: returns the deployed versions; None: there are no releases, and a window
+        takes episodes of any version."""
         told = ""
         while True:
             now_deployed = None if deployed is None else await deployed()

@@ -78,14 +78,14 @@ def _size(path: Path) -> int:
 def go_back(run: RunFolder, step: int, *, not_before: int) -> list[int]:
     """Delete the checkpoints of steps after `step`, so that the run continues from there. Returns their steps.
 
-    Raises `RunRefused` if one of them is not of a step after `not_before`. A kill at any moment leaves a run that
-    continues from one of its checkpoints; call it again then."""
+    `not_before`: the step with which RL ended. Raises `RunRefused` if a checkpoint of that step or an earlier one would
+    be deleted. If the process is killed meanwhile, the run continues from one of its checkpoints; call this again."""
     later = sorted((at, path) for at, path in steps_in(run / "checkpoints", "step-*") if at > step)
     if later and later[0][0] <= not_before:
         raise RunRefused(
             f"{run.path} cannot go back to step {step}",
-            f"its RL ended with step {not_before}, and going back would delete the checkpoint of step {later[0][0]}",
-            hint=f"deploy a newer version: etude weights point {run.path} {not_before} --branch stable",
+            f"that would delete the checkpoint of step {later[0][0]}, which is not after the end of RL ({not_before})",
+            hint=f"deploy a version from the end of RL on: etude weights point {run.path} {not_before} --branch stable",
         )
     for _, path in reversed(later):
         _delete(path)

@@ -46,7 +46,8 @@ class GatedDeltaLayer(nn.Module):
         self.out = nn.Parameter(torch.empty(c.hidden_size, at.value_heads * at.value_dim))
 
     def forward(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, hook: ForwardHook) -> torch.Tensor:
-        """Return the outputs of N tokens, [N, D] like the inputs; the cache gets the states after them."""
+        """Return the outputs of N tokens, [N, D] like `x_ND`. `cache` stores the states after these tokens; `rope` is
+        not used."""
         ops, at, n = self.operators, self.sizes, len(x_ND)
         mixed_NC, z_NF, beta_NH, step_NH = self._split(hook("attention.inward", ops.linear(x_ND, self.inward)))
         beta_NH = ops.elementwise(torch.sigmoid, beta_NH)

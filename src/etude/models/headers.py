@@ -198,13 +198,13 @@ def _check_parts(
         tensor = found.get(part)
         if tensor is None or (tensor.dtype, tensor.shape) != (dtype, its_shape):
             raise CheckpointError(
-                f"{part!r} does not fit {name!r} {list(shape)} in {low}",
+                f"{part!r} does not fit the {low} matrix {name!r} of shape {list(shape)}",
                 f"it must be {dtype} {list(its_shape)}, {_described(tensor)}",
                 hint="export it again, or convert the checkpoint to bf16 first",
             )
     if not expected:
         raise CheckpointError(
-            f"{name!r} {list(shape)} cannot be in {low}",
+            f"{name!r} of shape {list(shape)} cannot be stored in {low}",
             f"its width is not a multiple of the block size {FORMATS[low].block}",
             hint="config and weights are of different models: take both from one checkpoint",
         )
@@ -221,13 +221,13 @@ def _check_int4(name: str, found: Mapping[str, StoredTensor], shape: Shape) -> s
         kind = tensor.dtype if tensor is not None and dtype == "BF16" and tensor.dtype in READABLE_BYTES else dtype
         if tensor is None or (tensor.dtype, tensor.shape) != (kind, its_shape):
             raise CheckpointError(
-                f"{part!r} does not fit {name!r} {list(shape)} in int4",
+                f"{part!r} does not fit the int4 matrix {name!r} of shape {list(shape)}",
                 f"it must be {dtype} {list(its_shape)}, {_described(tensor)}",
                 hint="copy or download the checkpoint again, or convert it to bf16 first",
             )
     if not expected:
         raise CheckpointError(
-            f"{name!r} {list(shape)} cannot be in int4",
+            f"{name!r} of shape {list(shape)} cannot be stored in int4",
             f"it has {f'{groups} groups' if groups else 'no scales'} for a width of {shape[-1]}: expected groups of "
             "equal width, and eight numbers for each word",
             hint="copy or download the checkpoint again, or convert it to bf16 first",

@@ -197,13 +197,14 @@ def base_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
 
 def optimiser_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
     """Compute the bytes of gradients, separate masters and moments in the device memory of one of `ranks` fully sharded
-    learner ranks (`parameter_bytes`); without what is offloaded."""
+    learner ranks. Masters and moments that are offloaded to the host do not count. Sources: `parameter_bytes`."""
     state = 0.0 if training.offload else optimiser_state_bytes(model, training, ranks)
     return parameter_bytes(training, ranks)["gradients"] * _trained_on_rank(model, training, ranks) + state
 
 
 def optimiser_state_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
-    """Compute the bytes of separate masters and moments of one of `ranks` fully sharded learner ranks.
+    """Compute the bytes of separate masters and moments of one of `ranks` fully sharded learner ranks, on the device or
+    offloaded.
 
     Muon has no second moment for matrices: Jordan et al. 2024."""
     each, trained = parameter_bytes(training, ranks), _trained_on_rank(model, training, ranks)

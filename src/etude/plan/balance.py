@@ -47,8 +47,8 @@ def balance(
 ) -> Balance:
     """Return the fewest engines with which the learner is the bottleneck.
 
-    `layout` gives everything but the number of engines: `max_running` grows with it. With `check` the result is
-    simulated."""
+    The number of engines in `layout` is not used, except that `max_running` grows in proportion to it. `check`: whether
+    to simulate the result, too."""
     device = engines_on or hardware
 
     def with_engines(number: int) -> Layout:
@@ -91,7 +91,7 @@ Inputs = tuple[Shape, Layout, Device, Device]
 
 
 def variations(shape: Shape) -> Mapping[str, Callable[[Inputs], Inputs]]:
-    """Return what the ratio is computed for, by name: one input is changed at a time."""
+    """Return the inputs for which `sensitivity` computes the ratio: by name, a function that changes one input."""
 
     def shaped(**changes: Any) -> Callable[[Inputs], Inputs]:
         return lambda given: (replace(given[0], **changes), *given[1:])
@@ -122,6 +122,6 @@ def variations(shape: Shape) -> Mapping[str, Callable[[Inputs], Inputs]]:
 def sensitivity(
     model: ModelConfig, shape: Shape, layout: Layout, hardware: Device, engines_on: Device | None = None
 ) -> dict[str, Balance]:
-    """Return the balance for each of `variations`, each checked by the simulation."""
+    """Return the balance for each of `variations`, by name. Each is also simulated."""
     given = (shape, layout, hardware, engines_on or hardware)
     return {name: balance(model, *change(given)) for name, change in variations(shape).items()}

@@ -65,10 +65,10 @@ class Training:
 
     - `lora_rank`: the rank of the LoRA adapters; 0: all weights are trained. `lora_on`: "all", "attention" or "mlp".
     - `muon`: whether matrices are trained with Muon, which has one moment per weight; AdamW has two.
-    - `masters`: whether there are float32 copies of rounded weights. `bf16_masters`: whether the optimiser adds to
-      weights in bf16 instead.
-    - `moment_bytes`: bytes of a number of a moment: 4, or `arithmetic.CODE_BYTES` for 8-bit codes.
-    - `offload`: whether moments and separate masters are in the memory of the host.
+    - `masters`: whether the optimiser keeps float32 copies of weights that are rounded to bf16.
+    - `bf16_masters`: whether the optimiser adds its updates to the bf16 weights instead.
+    - `moment_bytes`: bytes per number of a moment: 4, or `arithmetic.CODE_BYTES` for 8-bit codes.
+    - `offload`: whether moments and separate masters are in host memory.
     - `recompute`: whether the backward pass recomputes the activations of a layer.
     - `dtype_bytes`: bytes of an activation; `gathered_bytes`: bytes of a weight when ranks exchange weights.
     - `expert_parallel`: number of ranks among which the experts are divided."""

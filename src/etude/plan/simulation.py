@@ -59,11 +59,13 @@ def simulate_steps(
 ) -> float:
     """Simulate training steps, and return the mean seconds of a step, without the first third of them.
 
-    - `step_s`: the seconds of a decoding step by number of sequences; `prompt_token_s`: of a token of a prompt.
-    - `learner_s`: the learner's time for a step; `sync_s`: until its version is loaded everywhere.
-    - `spread`: standard deviation of the logarithm of the tokens of a rollout, whose mean is that of `shape`.
+    - `step_s`: returns the seconds of a decoding step with a number of sequences. `prompt_token_s`: seconds for a token
+      of a prompt.
+    - `learner_s`: seconds of a training step. `sync_s`: seconds until all engines have loaded its version.
+    - `spread`: standard deviation of the logarithm of a rollout's number of sampled tokens. `shape` has the mean.
+    - `steps`: the number of training steps.
 
-    Of a rollout with more than `MAX_TURNS` turns some are joined, with their tokens and waits."""
+    A rollout has at most `MAX_TURNS` simulated turns; if `shape` has more, each stands for several of them."""
     rng = np.random.default_rng(seed)
     per_step, turns = round(shape.rollouts), min(MAX_TURNS, max(1, round(shape.turns)))
     number = per_step * (steps + layout.max_lag + 1)  # those of later steps keep the engines busy

@@ -57,8 +57,8 @@ def choose(
 ) -> list[Episode]:
     """Choose the episodes of a window: the oldest first, at most `per_user` of one subject.
 
-    `own`: the digests of the versions whose tokens are the deployed policy's own; None: all are. Episodes with tokens
-    of other versions come after all others, and only as long as the share of own tokens is at least `own_share`."""
+    `own`: the digests of the versions that count as the deployed policy; None: all versions count. Episodes with tokens
+    of other versions come last, and only as long as at least the share `own_share` of all tokens is from `own`."""
     taken, chosen = Counter[str](), list[Episode]()
     total = num_own = 0
     sized = [(one, one.num_sampled, one.num_sampled if own is None else one.tokens_of(own)) for one in ready]

@@ -16,9 +16,9 @@ from etude.config import ranged
 class Undecided(enum.StrEnum):
     """What happens to a canary about which the rules made no decision within `max_s` of its release.
 
-    ROLL_BACK: all users get the stable version again. PROMOTE: it is promoted if it has the last share below 100 %,
-    which it has only after its gate and if nothing was shown to be worse, and if `subjects` of its users were compared
-    there; otherwise it is rolled back."""
+    ROLL_BACK: all users get the stable version again. PROMOTE: it is promoted if it has reached the last share of users
+    below 100 % and at least `subjects` of its users were compared there; otherwise it is rolled back. A canary reaches
+    that share only if it passed its gate and no metric was shown to be worse."""
 
     ROLL_BACK = "roll back"
     PROMOTE = "promote"

@@ -4,13 +4,14 @@ A code c stands for scale · (c / L)⁴ with L = 127 (first moment, signed) or 2
 eight or nine powers of ten, which the second moments of one block need (Dettmers et al., arXiv 2110.02861, choose a
 table for the same reason), and square roots have the same bits on every device.
 
-Codes are rounded stochastically. Rounded to the nearest, a moment would stay where it is: in one step it decays by 5 to
-10 %, and codes are up to that far apart. A second moment above zero never gets code 0: its square root divides.
+Codes are rounded stochastically. With rounding to the nearest code, many moments would never decay: a step lowers them
+by 5 to 10 %, and neighbouring codes can be that far apart. A second moment above zero never gets code 0, since the step
+divides by its square root.
 
 Blocks are runs of at most 256 numbers within one row of a parameter. Ranks have whole rows, so they have whole blocks,
 and their bits are those of one process. The optimisers of torchao 0.18 and bitsandbytes 0.50 are not used, because
 their blocks run through a rank's flattened shard, so results depend on the number of ranks; they round moments to the
-nearest code; and torchao draws its stochastic rounding of weights from the global generator.
+nearest code; and torchao rounds weights with random numbers from the global generator.
 
 Shapes: B blocks of S numbers."""
 
@@ -32,7 +33,7 @@ CHUNK_DEVICE = 1 << 24
 def block_size(shape: torch.Size) -> int:
     """Return the length of the blocks of a parameter: the largest divisor of a row's length up to `BLOCK`.
 
-    A row is everything behind the first dimension.
+    A row is all numbers with the same index in the first dimension.
 
     >>> [block_size(torch.Size(shape)) for shape in ([5, 2048], [8, 3, 160], [7], [4, 257])]
     [256, 240, 1, 1]
@@ -42,7 +43,7 @@ def block_size(shape: torch.Size) -> int:
 
 
 def chunks(num_blocks: int, size: int, device: torch.device) -> Iterator[slice]:
-    """Yield the blocks of a parameter in slices of about `CHUNKS` numbers."""
+    """Yield slices that together cover the blocks of a parameter, each with about `CHUNKS` numbers."""
     step = max(1, CHUNKS.get(device.type, CHUNK_DEVICE) // size)
     for start in range(0, num_blocks, step):
         yield slice(start, min(num_blocks, start + step))
@@ -52,7 +53,7 @@ class Moment:
     """One moment of one parameter, or of this rank's rows of it. It is zero at first.
 
     `signed`: True for a first moment, and False for a second one, whose numbers are not negative. `quantised`: whether
-    to store codes; short blocks are float32 nevertheless. `device`: where it is stored."""
+    to store codes; moments with short blocks are float32 in any case. `device`: where it is stored."""
 
     def __init__(
         self, shape: torch.Size, *, signed: bool, quantised: bool, device: torch.device, pinned: bool = False
@@ -65,12 +66,13 @@ class Moment:
         self.scales = torch.zeros(blocks, device=device, pin_memory=pinned)
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """Return what is stored, by name: the values and, if they are codes, the scales. The first dimension has the
-        rows of the parameter."""
+        """Return the stored tensors by name: float32 numbers, or codes and their scales.
+
+        The first dimension of each is the rows of the parameter."""
         return {name: self.values} | ({f"{name}.scales": self.scales} if self.is_quantised else {})
 
     def read(self, blocks: slice, device: torch.device) -> torch.Tensor:
-        """Return some blocks as float32 [B, S], in memory of its own on `device`."""
+        """Return the numbers of some blocks, float32 [B, S], as a copy on `device`."""
         stored = self.values.view(-1, self.size)[blocks].to(device, non_blocking=True, copy=not self.is_quantised)
         if not self.is_quantised:
             return stored

@@ -1,8 +1,10 @@
-"""AdamW over one flat vector, with master weights behind live weights that may be rounded to bf16.
+"""AdamW over one flat vector, with master weights and live weights, which may be rounded to bf16.
 
-With rounded live weights the learner computes with exactly the bytes that it publishes, so an engine that reads bf16
-and computes in float32 has the same numbers. Float32 master weights keep what rounding would lose, so small updates add
-up. Masters in bf16 are the live weights themselves; small updates add up because they are rounded stochastically.
+The live weights are those that forward passes read and that are published. The optimiser adds its updates to the master
+weights, which are float32 copies or the live weights themselves. With rounded live weights the learner computes with
+exactly the bytes that it publishes, so an engine that reads bf16 and computes in float32 has the same numbers. Float32
+master weights keep what rounding would lose, so small updates add up. Masters in bf16 are the live weights themselves;
+small updates add up because they are rounded stochastically.
 
 One vector has all weights and one all gradients. A step is one fused pass over them, and data-parallel ranks exchange
 one buffer. Under FSDP2 live weights are this rank's shards. Its gradients, which FSDP2 rounds as the weights are, move
@@ -38,7 +40,7 @@ class AdamW:
     - `grad_clip`: the largest gradient norm; 0: no limit.
     - `norm`: computes the gradient norm from squares by parameter (`process_group.ProcessGroup.global_norm`).
     - `masters`, `moments`, `offload`: as in `LearnerConfig`; what is kept is in `optimizer_state`.
-    - `seed`: of the stochastic rounding. `first_row`: returns the first row of a parameter that this rank has.
+    - `seed`: of the stochastic rounding. `first_row`: returns the index of this rank's first row.
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> optimizer = AdamW(layer, weights=LiveWeights.F32)
@@ -126,7 +128,7 @@ class AdamW:
 
     @property
     def live(self) -> torch.Tensor:
-        """All live weights in one vector, where ranks do not share them."""
+        """All live weights in one vector. Only for a learner whose weights are not sharded."""
         assert self._live is not None, "the live weights are shards"
         return self._live[: self._size]
 
@@ -136,11 +138,11 @@ class AdamW:
         return self._grad[: self._size]
 
     def live_of(self, name: str) -> torch.Tensor:
-        """Return the live weights of a parameter, or this rank's rows of them."""
+        """Return the live weights of a parameter. With sharded weights these are this rank's rows."""
         return local_part(self.parameters[name]).detach()
 
     def lives(self) -> list[torch.Tensor]:
-        """Return all live weights, or this rank's rows of them, in as few tensors as there are."""
+        """Return all live weights: one vector, or with sharded weights this rank's rows of each parameter."""
         return [self.live] if self._live is not None else list(map(self.live_of, self.parameters))
 
     def by_parameter(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -209,9 +211,9 @@ class AdamW:
         changed = self._write_live(count=live)
         if changed:
             raise CheckpointError(
-                "the optimiser's master weights are not those of the model beside them",
-                f"{changed} of {self._size} differ",
-                hint="load a whole learner checkpoint, with the same `weights` setting",
+                "the optimiser's master weights do not match the model's weights in the same checkpoint",
+                f"{changed} of {self._size} numbers differ",
+                hint="load a complete learner checkpoint, with the `learner.weights` with which it was saved",
             )
 
     @torch.no_grad()

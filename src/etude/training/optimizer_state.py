@@ -25,8 +25,8 @@ CHUNK = 1 << 24
 
 @dataclass(frozen=True)
 class Update:
-    """The settings of one step. `divisor`: the gradient is divided by it (None: by 1). `number`: counts steps from
-    1."""
+    """The settings of one step. `divisor`: the gradient is divided by it; None: it is not divided. `number`: the number
+    of the step, from 1."""
 
     lr: float
     number: int
@@ -43,17 +43,20 @@ class OptimizerState(Protocol):
         """Update all parameters but the excluded ones by their gradients with AdamW."""
 
     def momentum(self, update: Update, momentum: float) -> None:
-        """Add the gradients of the excluded parameters to their momentum, and replace these gradients by Nesterov's
-        look ahead."""
+        """Add the gradients of the excluded parameters to their momentum, and replace these gradients by
+        Nesterov's: gradient + `momentum` x new momentum."""
 
     def descend(self, update: Update) -> None:
         """Subtract lr times the gradients of the excluded parameters from their masters, after weight decay."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return everything to save, as views."""
+        """Return all tensors that a checkpoint needs, as views, by name."""
 
     def by_parameter(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, torch.Tensor]]:
-        """Split tensors with the layout of `tensors` by parameter. Returns name → (parameter, rows of it)."""
+        """Split tensors that have the names and shapes of `self.tensors()` by parameter.
+
+        Returns {name of a part: (name of its parameter, the part)}. With sharded weights, parts have this rank's
+        rows."""
 
     def master(self, name: str) -> torch.Tensor | None:
         """Return the float32 master of a parameter; None if the live weights are the masters."""
@@ -65,20 +68,23 @@ def zeros(size: int, device: torch.device, *, pinned: bool = False) -> torch.Ten
 
 
 def padded(size: int) -> int:
-    """Return the smallest multiple of `PADDING` from `size` on."""
+    """Return the smallest multiple of `PADDING` that is at least `size`."""
     return -(-size // PADDING) * PADDING
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of an optimiser, as its state sees them.
+    """The parameters of a model (with sharded weights: this rank's rows), and where they are in flat vectors.
 
-    - `slices`, `shapes`: place in the flat vectors and shape, by name. `excluded`: the names at the start of the
-      vectors, up to `excluded_size`, which have no second moment. `size`: the length of the vectors.
-    - `live`: returns the live weights of a parameter, which may be this rank's rows. `flat_live`: all live weights in
-      one padded vector; None if there is no such vector.
-    - `grad`: the padded vector of all gradients, float32.
-    - `first_row`: returns the first row of a parameter that this rank has."""
+    - `slices`, `shapes`: by name, the place of a parameter in the flat vectors, and its shape.
+    - `excluded`: the names of the parameters that AdamW does not update, and that have no second moment. They are the
+      first `excluded_size` numbers of the vectors.
+    - `size`: the length of the vectors without padding.
+    - `live`: returns the live weights of a parameter by its name. `flat_live`: all live weights in one padded vector;
+      None with sharded weights.
+    - `grad`: all gradients in one padded vector, float32.
+    - `first_row`: returns, by name, the index of the first row of a parameter that this rank has.
+    - `device`: the device of weights and gradients."""
 
     slices: Mapping[str, slice]
     shapes: Mapping[str, torch.Size]
@@ -92,7 +98,8 @@ class Parameters:
     device: torch.device
 
     def split(self, vector: torch.Tensor, *, adamw_only: bool = False) -> dict[str, torch.Tensor]:
-        """Split a flat vector into one view per parameter. `adamw_only`: the vector lacks the excluded ones."""
+        """Split a flat vector into one view per parameter. `adamw_only`: the vector does not have
+        the excluded parameters."""
         begin = self.excluded_size if adamw_only else 0
         return {
             name: vector[place.start - begin : place.stop - begin].view(self.shapes[name])
@@ -104,8 +111,8 @@ class Parameters:
 class FlatState:
     """An `OptimizerState` of float32 vectors.
 
-    `live_is_master`: whether the live weights are the masters. Where there is no vector of them, because ranks have
-    shards, the masters are a vector nevertheless."""
+    `live_is_master`: whether the live weights are the masters. With sharded weights there is no vector of live weights,
+    so the masters are a vector of their own in any case."""
 
     def __init__(self, parameters: Parameters, *, live_is_master: bool, offload: bool) -> None:
         self._parameters, device = parameters, parameters.device
@@ -201,7 +208,7 @@ class BlockState:
     """An `OptimizerState` with bf16 masters, 8-bit moments, or both.
 
     `live_is_master`: whether the live weights are the masters. `rounds`: whether masters are rounded to bf16.
-    `quantised`: whether moments are 8-bit codes. `seed`: of the stochastic rounding."""
+    `quantised`: whether moments are 8-bit codes. `seed`: the seed of the stochastic rounding."""
 
     def __init__(
         self,

@@ -91,7 +91,7 @@ class ProcessGroup(Protocol):
         None if backward passes alone compute this sum."""
 
     def first_row(self, name: str) -> int:
-        """Return the first row of a trained parameter that this rank has."""
+        """Return the index of the first row of a trained parameter that this rank has."""
 
     def restore_optimizer(self, path: Path, optimizer: AdamW) -> None:
         """Restore the optimiser state of a checkpoint, whichever ranks saved it.

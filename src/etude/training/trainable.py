@@ -123,7 +123,9 @@ class LoadRequest:
 
     @property
     def held_dtype(self) -> torch.dtype:
-        """The dtype in which trained weights are in memory: bf16 with bf16 masters, where operators read it."""
+        """The dtype in which trained weights are in memory.
+
+        It is bf16 if `masters` is bf16 and the operators multiply bf16 with bf16; otherwise float32."""
         return self.frozen_dtype if self.config.masters is Masters.BF16 else torch.float32
 
     def check_kind(self) -> None:

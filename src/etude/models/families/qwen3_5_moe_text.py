@@ -35,4 +35,6 @@ class Qwen35MoeText(Qwen3Next):
         super().check(c)
         self.check_routers(c)
         if c.routing != Routing():
-            raise ValueError(f"routing.normalise = false, but in family {self.name!r} gates sum to 1")
+            raise ValueError(
+                f"routing.normalise = false, but in family {self.name!r} the gates of a token always sum to 1"
+            )

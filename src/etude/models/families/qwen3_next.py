@@ -50,8 +50,8 @@ class Qwen3Next(Qwen3Moe):
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         found = super().read(raw)
         width, of_shared = found["head_dim"], positive_int(raw, SHARED)
-        if of_shared % found["expert_size"]:
-            raise ValueError(f"{SHARED} = {of_shared} is not a multiple of {self.sizes['expert_size']}")
+        if of_shared % (size := found["expert_size"]):
+            raise ValueError(f"{SHARED} = {of_shared} is not a multiple of {self.sizes['expert_size']} = {size}")
         every = positive_int(raw, INTERVAL, default=4)
         usual = [LINEAR if (i + 1) % every else FULL for i in range(found["num_layers"])]
         kinds = usual if raw.get("layer_types") is None else raw["layer_types"]

@@ -98,7 +98,7 @@ class ContextParallelCache:
         return torch.cat(outs)
 
     def recur(self, layer: int, inputs: Sequence[torch.Tensor], scan: Scan) -> torch.Tensor:
-        """Raise `ConfigError`: a state would have to pass through the ranks one after another."""
+        """Raise `ConfigError`: recurrent layers need the state of all earlier tokens, which other ranks have."""
         raise ConfigError(
             "context parallelism is not possible for this model",
             f"layer {layer} is recurrent: each token needs the state after the tokens before it",
