@@ -217,7 +217,7 @@ def _add_plan_command(commands: Commands[Parser]) -> None:
         "--production",
         type=Path,
         metavar="TOML",
-        help="a fleet of production: how many of its engines can be lent to rollouts on average",
+        help="settings of a production fleet: print how many of its engines can be lent to rollouts on average",
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
 

@@ -66,7 +66,7 @@ async def learn(
 ) -> None:
     """Train a run on its windows without releases, for `steps` steps; None: until it is cancelled.
 
-    The caller holds the run's lock. `poll_s`: seconds between two looks for new episodes. `on_wait` is called with a
+    The caller holds the run's lock. `poll_s`: seconds between checks for new episodes. `on_wait` is called with a
     line that says what it waits for, whenever that changes. Raises the error that ended training."""
     async with trainer_of(windows, telemetry) as trainer:
         await trainer.train(steps, poll_s=poll_s, on_step=on_step, on_wait=on_wait)

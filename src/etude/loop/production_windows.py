@@ -132,7 +132,7 @@ class Windows:
     ) -> Window:
         """Wait until a window has enough settled episodes, or its deadline has passed, and store it.
 
-        `poll_s`: seconds between two looks for episodes. `on_wait` is called with a line that says what it waits for,
+        `poll_s`: seconds between checks for episodes. `on_wait` is called with a line that says what it waits for,
         whenever that changes. `deployed`: returns the deployed versions; None: there are no releases, and a window
         takes episodes of any version."""
         told = ""

@@ -197,7 +197,7 @@ def base_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
 
 def optimiser_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
     """Compute the bytes of gradients, separate masters and moments in the device memory of one of `ranks` fully sharded
-    learner ranks. Masters and moments that are offloaded to the host do not count. Sources: `parameter_bytes`."""
+    learner ranks. Masters and moments that are offloaded to the host do not count. See also `parameter_bytes`."""
     state = 0.0 if training.offload else optimiser_state_bytes(model, training, ranks)
     return parameter_bytes(training, ranks)["gradients"] * _trained_on_rank(model, training, ranks) + state
 

@@ -213,7 +213,7 @@ class AdamW:
             raise CheckpointError(
                 "the optimiser's master weights do not match the model's weights in the same checkpoint",
                 f"{changed} of {self._size} numbers differ",
-                hint="load a complete learner checkpoint, with the `learner.weights` with which it was saved",
+                hint="load a complete learner checkpoint, and use the setting `weights` with which it was saved",
             )
 
     @torch.no_grad()

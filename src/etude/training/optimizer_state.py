@@ -79,7 +79,7 @@ class Parameters:
     - `slices`, `shapes`: by name, the place of a parameter in the flat vectors, and its shape.
     - `excluded`: the names of the parameters that AdamW does not update, and that have no second moment. They are the
       first `excluded_size` numbers of the vectors.
-    - `size`: the length of the vectors without padding.
+    - `size`: the length of the vectors without the padding at their end.
     - `live`: returns the live weights of a parameter by its name. `flat_live`: all live weights in one padded vector;
       None with sharded weights.
     - `grad`: all gradients in one padded vector, float32.
