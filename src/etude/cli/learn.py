@@ -56,7 +56,9 @@ def learn(args: argparse.Namespace) -> int:
     With `--releases`, each window of episodes is trained on, and the new version is released. Returns the exit code."""
     run, settings = open_run(args.run), read_settings(args.settings, args.set)
     if args.releases is None and args.cycles is not None:
-        raise InputError("--cycles needs --releases", "a cycle ends with its release", hint="add --releases FILE")
+        raise InputError(
+            "--cycles needs --releases", "it counts windows that were released", hint="add --releases FILE"
+        )
     if args.releases is not None and args.steps is not None:
         hint = "give --cycles N for the number of windows, and steps in the section [loop] of --settings"
         facts = "a release always has all steps of its window"

@@ -116,5 +116,5 @@ class PluginForecast:
         with called(Kind.FORECAST, self._plugin, "its method predict"):
             found = float(self._made.predict(start_s, stop_s))
             if not 0.0 <= found < math.inf:
-                raise ValueError(f"predict returned {found!r}, which is no load")
+                raise ValueError(f"predict returned {found!r}, expected a finite number of at least 0")
             return found

@@ -64,7 +64,7 @@ class Leases:
             )
         if state is Lease.DRAINING and self.count(Lease.SERVING) <= self._min_serving:
             raise EngineError(
-                f"{name} is not lent",
+                f"{name} cannot be lent",
                 f"{self.count(Lease.SERVING)} engines serve production, of which {self._min_serving} must stay",
                 hint="lend fewer engines",
             )

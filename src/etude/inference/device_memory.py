@@ -160,7 +160,8 @@ class DeviceStep:
 
     def recur(self, layer: int, inputs: Many[torch.Tensor], scan: Scan) -> torch.Tensor:
         """Raise `ConfigError`: `DeviceMemory` has refused models with recurrent layers."""
-        raise ConfigError(f"layer {layer} is recurrent", "engines on devices have no states", hint="use a CPU")
+        facts = "an engine on a GPU has no memory for the states of recurrent layers"
+        raise ConfigError(f"layer {layer} of the model is recurrent", facts, hint="use engines on CPUs")
 
 
 def _vendor_attention(of: Sequences, num_rows: int, length: int) -> Attend:

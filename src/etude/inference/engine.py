@@ -101,7 +101,7 @@ class ReferenceEngine:
         if model.config.linear_layers and (drafter or self.config.speculation is not Speculation.OFF):
             raise EngineError(
                 f"engine.speculation = {str(self.config.speculation)!r} is not possible",
-                f"the model, a {model.config.family}, has gated delta layers: a rejected draft cannot be taken out of "
+                f"the model, a {model.config.family}, has gated delta layers: rejected tokens cannot be removed from "
                 "their states",
                 hint="set engine.speculation = 'off'",
             )

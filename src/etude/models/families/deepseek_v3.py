@@ -101,7 +101,8 @@ class DeepseekV3(ModelFamily):
         if c.latent is None:
             raise ValueError(f"family = {self.name!r} needs latent attention")
         if (c.latent.indexer is not None) != self.indexed:
-            raise ValueError(f"family = {self.name!r} has {'an' if self.indexed else 'no'} indexer")
+            what = "needs an indexer: set" if self.indexed else "has no indexer: leave out"
+            raise ValueError(f"family = {self.name!r} {what} `latent.indexer`")
 
     def check_layers(self, c: ModelConfig) -> None:
         """Raise `ValueError` for experts, routers and dense layers that no model of this family has."""

@@ -27,5 +27,6 @@ class DeepseekV32(DeepseekV3):
         dense, kinds = len(found["dense_layers"]), raw.get("mlp_layer_types")
         usual = ["dense"] * dense + ["sparse"] * (found["num_layers"] - dense)
         if kinds is not None and kinds != usual:
-            raise ValueError(f"mlp_layer_types = {kinds!r:.80}, but first_k_dense_replace = {dense}")
+            expected = f"{dense} times 'dense', then 'sparse' (first_k_dense_replace = {dense})"
+            raise ValueError(f"mlp_layer_types = {kinds!r:.80}, expected {expected}")
         return found
