@@ -111,6 +111,10 @@ class TaskError(EtudeError):
     A task is valid if its reference solution scores 1 and the unmodified task scores 0."""
 
 
+class TaskWithdrawn(TaskError):
+    """A task may not be used any more: a person whose data it holds withdrew consent or was erased."""
+
+
 class NoSource(TaskError, InputError):
     """The name of a task source is unknown, or its path has no tasks."""
 

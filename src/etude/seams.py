@@ -10,7 +10,7 @@ implementation must pass. Rules for all of them:
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from pathlib import Path
@@ -50,6 +50,19 @@ class TaskSource(Protocol):
 
     def answer(self, task: Task) -> Answer:
         """Return the hidden answer of a task, by which it is graded. Only grader processes call this."""
+        ...
+
+
+@runtime_checkable
+class WithdrawingSource(TaskSource, Protocol):
+    """An optional interface of a `TaskSource` with people's data, who may withdraw their consent.
+
+    `task` and `answer` raise `TaskWithdrawn` for what was withdrawn; its rollouts are then invalid."""
+
+    def withdrawn(self, task_ids: Collection[str]) -> set[str]:
+        """Return the ids of those tasks (`Task.task_id`) that may not be trained on now.
+
+        A run asks when it forms a batch, and again before it publishes the weights that were trained on it."""
         ...
 
 

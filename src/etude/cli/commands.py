@@ -378,6 +378,15 @@ def _add_task_commands(commands: Commands[Parser]) -> None:
     )
     add_backend_and_jobs(mine)
     add_unbounded_memory(mine)
+    sessions = add(tasks, "sessions", "tasks:sessions", "make tasks from sessions of users who allow training")
+    sessions.add_argument(
+        "folder", type=Path, nargs="*", metavar="FOLDER", help="a session's folder (none: list what is stored)"
+    )
+    sessions.add_argument(
+        "--privacy", type=Path, required=True, metavar="DIR", help="the folder of etude serve --capture"
+    )
+    add_backend_and_jobs(sessions)
+    add_unbounded_memory(sessions)
 
 
 def _add_engine_commands(commands: Commands[Parser]) -> None:

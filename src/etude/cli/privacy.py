@@ -13,6 +13,7 @@ from pathlib import Path
 from etude.cli.locations import open_ledger, open_run
 from etude.errors import InputError, PrivacyError
 from etude.privacy import Captured, Content, Level, PrivacyFolder, Subject, redact_value
+from etude.privacy.subjects import SubjectDigests
 from etude.run import RunFolder
 
 
@@ -60,19 +61,45 @@ def erase(args: argparse.Namespace) -> int:
     runs = [open_run(path) for path in args.run]
     with _open(args.folder) as folder:
         done = folder.erase(subject)
+        names = folder.keys.names(subject)
+    tasks = _session_tasks(args.folder, names)
     print(f"erased {subject}: {done.num_keys} keys destroyed, {len(done.records)} records deleted; its level is off")
     if not done.found:
         what = f"nothing was found for {subject}: no level of its own, no key, no record and no signal"
         hint = "check the name; etude privacy show lists the organisations"
         print(f"warning: {what}\n  hint: {hint}", file=sys.stderr)
     for path, number in done.attached.items():
-        print(f"{path}: {number} signals deleted")
+        print(f"{path}: {number} {_of_file(path)} deleted")
     for path in done.missing:
         hint = f"put it back and erase again; if it was deleted for good: touch {path}"
-        print(f"error: {path} is missing: its signals were not deleted\n  hint: {hint}", file=sys.stderr)
+        print(f"error: {path} is missing: its {_of_file(path)} were not deleted\n  hint: {hint}", file=sys.stderr)
     print(f"rollouts that hold its data: {', '.join(done.rollouts) or 'none'}")
-    agree = [_print_uses(run, done.rollouts) for run in runs]
+    if tasks:
+        print(f"tasks that were made from its sessions: {', '.join(sorted(tasks))}")
+    agree = [_print_uses(run, {*done.rollouts, *_rollouts_of(run, tasks)}) for run in runs]
     return 0 if all(agree) and not done.missing else 1
+
+
+def _of_file(path: Path) -> str:
+    """Return what the rows of an attached file are."""
+    return "sessions" if path.name == "sessions.sqlite" else "signals"
+
+
+def _rollouts_of(run: RunFolder, tasks: Collection[str]) -> set[str]:
+    from etude.experience.auditing import rollouts_of_tasks
+    from etude.loop.locations import traces_folder
+
+    return rollouts_of_tasks(open_ledger(run), traces_folder(run), tasks) if tasks else set()
+
+
+def _session_tasks(path: Path, names: SubjectDigests) -> set[str]:
+    """Return the ids of the tasks that were made from a subject's sessions."""
+    from etude.tasks.sessions.store import FILE, SessionStore
+
+    if not (path / FILE).is_file():
+        return set()
+    with SessionStore(path) as store:
+        return store.tasks_of(names)
 
 
 def _print_uses(run: RunFolder, rollouts: Collection[str]) -> bool:

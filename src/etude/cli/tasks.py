@@ -1,4 +1,4 @@
-"""The commands ``etude tasks check``, ``show`` and ``mine``."""
+"""The commands ``etude tasks check``, ``show``, ``mine`` and ``sessions``."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from etude.tasks.mining import Attempt, MiningResult, Repository, functions_to_d
 from etude.tasks.mining.git import MAX_BLOB_BYTES
 from etude.tasks.mutation_testing import MutationResult, run_mutants
 from etude.tasks.report import TaskReport, as_json, reports
+from etude.tasks.sessions import ImportedSession, SessionStore, import_sessions
 from etude.tasks.text_files import MAX_FILES
 from etude.tasks.verdicts import DEFAULT_TASKS
 from etude.tasks.verifiers import grader_for
@@ -348,3 +349,45 @@ def _tree(path: Path) -> dict[str, str]:
                 f"{path} has more than {MAX_FILES} Python files", hint="copy the needed files to another folder"
             )
     return files
+
+
+def sessions(args: argparse.Namespace) -> int:
+    """Make tasks of session folders and store them in a privacy folder; without folders, list what is stored.
+
+    Returns 0, or 1 if a session was refused."""
+    with SessionStore(args.privacy) as store:
+        if not args.folder:
+            _list_sessions(store)
+            return 0
+        results = asyncio.run(_import_sessions(args, store))
+    for one in results:
+        print(f"{one.name}: {one.outcome} {one.task_id or one.reason}")
+    counts = Counter(one.outcome for one in results)
+    print(", ".join(f"{counts[outcome]} {outcome}" for outcome in ("task", "quarantined", "refused")))
+    if counts["task"]:
+        print(f"to verify them: etude tasks check sessions:{args.privacy} --split all")
+    return 1 if counts["refused"] else 0
+
+
+def _list_sessions(store: SessionStore) -> None:
+    for record_id in store.records():
+        if (session := store.read(record_id)) is not None:
+            task = session.task
+            print(f"{session.name}: {session.reason if task is None else f'{task.split} task {task.task_id}'}")
+
+
+async def _import_sessions(args: argparse.Namespace, store: SessionStore) -> list[ImportedSession]:
+    runtime = open_memory_bounded(args.backend, accepts_unbounded=args.unbounded_memory)
+    try:
+        with ProgressBar("sessions proven", len(args.folder)) as progress:
+            return await import_sessions(
+                args.folder,
+                store,
+                runtime,
+                MachineGrader(runtime),
+                partial(simulate_exports, runtime),
+                concurrency=args.jobs or jobs(),
+                on_session=lambda one: progress.advance(f"{one.name}: {one.outcome}"),
+            )
+    finally:
+        await runtime.close()

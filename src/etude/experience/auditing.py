@@ -6,6 +6,7 @@ ledger are compared with both. Memory does not grow with the run, since nothing 
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from etude.experience.ledger import Ledger
 from etude.experience.ledger_queries import FINISHED
 from etude.experience.lineage import Lineage
 from etude.experience.rollout_files import RolloutFiles
-from etude.experience.trace_reader import Index, read_index
+from etude.experience.trace_reader import Index, read_index, read_outcomes
 from etude.experience.traces import TraceFolder, recorded_steps, trace_path
 from etude.experience.transitions import HOLDING, State
 from etude.records.wire import unpack
@@ -174,6 +175,18 @@ def steps_of(traces: TraceFolder, step: int) -> Iterator[tuple[int, list[str]]]:
         index = _index(traces, at) if at <= step else None
         if index is not None:
             yield at, sorted(index.rollout_ids)
+
+
+def rollouts_of_tasks(ledger: Ledger, traces: TraceFolder, task_ids: Collection[str]) -> set[str]:
+    """Return the ids of the ended rollouts of these tasks that the ledger still has the records of, or a trace holds.
+
+    Reads all of both. Traces that cannot be read are left out."""
+    found = set(ledger.rollouts_of_tasks(task_ids))
+    for step in recorded_steps(traces):
+        with contextlib.suppress(LedgerError):
+            _, rollouts = read_outcomes(trace_path(traces, step))
+            found |= {one.rollout_id for one in rollouts if one.task_id in task_ids}
+    return found
 
 
 def _is_lost(ledger: Ledger, row: Row, files: RolloutFiles | None) -> bool:

@@ -293,6 +293,17 @@ class LedgerQueries:
         data = self.get(rollout_id, FINISHED)
         return None if data is None else _read(rollout_id, FINISHED, data, Finished)
 
+    def rollouts_of_tasks(self, task_ids: Collection[str]) -> list[str]:
+        """Return the ids of the ended rollouts of these tasks, sorted. Reads all records that are stored.
+
+        Raises `LedgerError` for a record that cannot be read."""
+        wanted, found = set(task_ids), list[str]()
+        for rollout_id, data in self._db.rows("SELECT rollout_id, data FROM blobs WHERE name = ?", FINISHED):
+            summary = _read(rollout_id, FINISHED, data, Finished).summary
+            if summary is not None and summary.task_id in wanted:
+                found.append(rollout_id)
+        return sorted(found)
+
     def is_kept(self, rollout_id: str) -> bool:
         """Return whether the record of a finished rollout is still stored."""
         return self.get(rollout_id, FINISHED) is not None

@@ -33,12 +33,12 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from etude.config import Plugin
-from etude.errors import EngineError, EtudeError, LedgerError, NotFinite
+from etude.errors import EngineError, EtudeError, LedgerError, NotFinite, TaskWithdrawn
 from etude.evals import EvalResult
 from etude.experience import SCHEMES, Group, Ledger, plan_batch, step_metrics
 from etude.experience.admission import LittleSignal
@@ -68,7 +68,7 @@ from etude.records.sample import Published, StepReport
 from etude.records.summary import BatchPlan, BatchRef
 from etude.records.task import Split
 from etude.run import RunFolder
-from etude.seams import TaskSource
+from etude.seams import TaskSource, WithdrawingSource
 from etude.telemetry import Telemetry
 from etude.weights.chain.history import LineageSteps
 
@@ -82,7 +82,8 @@ MAX_FRUITLESS = 6  # lineages in a row that end without a step
 T = TypeVar("T")
 
 
-RECOVERABLE = (ProcessLost, Unreachable)
+RECOVERABLE = (ProcessLost, Unreachable, TaskWithdrawn)
+WITHDRAWN = "its task was withdrawn"
 
 
 class Conductor:
@@ -120,6 +121,7 @@ class Conductor:
         self.step = 0  # of the last committed version
         self.trained = 0  # of the live weights: one ahead of `step` while their version is being published
         self._batched = 0  # step of the last batch that was formed
+        self._batched_tasks = set[str]()  # of the newest batch
         self._taken = 0  # groups that batches of this lineage consumed
         self._size = 0  # groups that the next step takes, as far as is known
         self._commit_task: asyncio.Task[None] | None = None
@@ -253,6 +255,7 @@ class Conductor:
                 optim = await self._call("optim_step", dict[str, float])
             except NotFinite as error:
                 raise await self._save_last_version(error) from None
+            await self._refuse_withdrawn()
             self.trained = batch.step
             await self.probe.trained(batch.step, report.fresh_ratio_max)
             learner_logprobs, read_s = await self._offer(batch.rollout_ids)
@@ -321,6 +324,8 @@ class Conductor:
             while True:
                 await self.scorer.complete(taken, self.trained + 1)
                 groups = await self.ledger_thread(self.ledger.groups, taken)
+                if await self._quarantine_withdrawn(groups):
+                    continue
                 audits = self.rewards.at(self.trained + 1).audits
                 await self.ledger_thread(self.drift.observe, audits, self.trained + 1, groups)
                 if self.drift.ended(audits):
@@ -368,6 +373,30 @@ class Conductor:
             min_group_size=experience.min_group_size,
         )
 
+    async def _withdrawn(self, task_ids: Collection[str]) -> set[str]:
+        """Return the ids of those tasks that the source has withdrawn since their rollouts began."""
+        if not isinstance(self.source, WithdrawingSource):
+            return set()
+        return await run_in_thread(functools.partial(self.source.withdrawn, task_ids))
+
+    async def _quarantine_withdrawn(self, groups: list[Group]) -> bool:
+        """Quarantine the rollouts of these groups whose tasks were withdrawn, and delete their files. Returns whether
+        there were any."""
+        stored = [rollout for group in groups for rollout, _ in group.valid]
+        gone = await self._withdrawn({one.task_id for one in stored})
+        lost = [one for one in stored if one.task_id in gone]
+        await self._quarantine([one.rollout_id for one in lost], WITHDRAWN)
+        for one in lost:
+            await run_in_thread(functools.partial(self.processes.files.drop, one))
+        self._batched_tasks = {one.task_id for one in stored} - gone
+        return bool(gone)
+
+    async def _refuse_withdrawn(self) -> None:
+        """Raise `TaskWithdrawn` if a task of the newest batch was withdrawn, so that its weights are discarded."""
+        if gone := await self._withdrawn(self._batched_tasks):
+            hint = "none needed: training goes on from the last checkpoint, without these rollouts"
+            raise TaskWithdrawn(f"{len(gone)} tasks were withdrawn while they were trained on", hint=hint)
+
     async def _quarantine_unreadable(self, groups: list[Group]) -> bool:
         """Quarantine the rollouts of these groups whose files cannot be read. Returns whether there were any. When more
         than half cannot be read, nothing is quarantined: then the file system is at fault, not the files."""
@@ -375,15 +404,18 @@ class Conductor:
         unread = [one for one in stored if not await run_in_thread(functools.partial(self.processes.files.has, one))]
         if not 0 < len(unread) <= len(stored) // 2:
             return False
-
-        def work() -> None:
-            for one in unread:
-                self.ledger.move(one.rollout_id, State.QUARANTINED, reason=UNREAD)
-
-        await self.ledger_thread(self.ledger.transaction, work)
-        for one in unread:
-            self.telemetry.event("rollout.signs", rollout_id=one.rollout_id, state="quarantined", signs=[UNREAD])
+        await self._quarantine([one.rollout_id for one in unread], UNREAD)
         return True
+
+    async def _quarantine(self, rollout_ids: Sequence[str], reason: str) -> None:
+        def work() -> None:
+            for rollout_id in rollout_ids:
+                self.ledger.move(rollout_id, State.QUARANTINED, reason=reason)
+
+        if rollout_ids:
+            await self.ledger_thread(self.ledger.transaction, work)
+        for rollout_id in rollout_ids:
+            self.telemetry.event("rollout.signs", rollout_id=rollout_id, state="quarantined", signs=[reason])
 
     def _recalled_signals(self) -> Signals:
         size = self.config.experience.min_group_size

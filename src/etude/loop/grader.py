@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Mapping
 from etude import progress
 from etude.environments import MachineGrader
 from etude.environments.backends import runtime_from_config
+from etude.errors import TaskWithdrawn
 from etude.harness import ChatFormat
 from etude.loop import child
 from etude.loop.blocked import interrupt_blocking
@@ -23,6 +24,7 @@ from etude.loop.locations import rollout_files
 from etude.plugins import Kind, make
 from etude.records import Answer, Graded, Invalid, Outcome, Task
 from etude.records.reward import Measured
+from etude.records.rollout import Boundary
 from etude.records.summary import RolloutSummary
 from etude.records.task import Trust
 from etude.records.wire import pack
@@ -96,7 +98,10 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
         async with grading.slot():
             exports = await asyncio.to_thread(files.read_exports, summary)
             async with answering:  # a plug-in may take longer than this process may be silent
-                answer = await asyncio.to_thread(source.answer, task)
+                try:
+                    answer = await asyncio.to_thread(source.answer, task)
+                except TaskWithdrawn as error:
+                    return Invalid(boundary=Boundary.TASK, reason="the task was withdrawn", evidence=error.what)
             return await grader.grade(task, answer, exports)
 
     async def measured(

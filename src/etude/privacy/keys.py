@@ -20,6 +20,7 @@ from etude.errors import DeadlineExceeded, PrivacyError
 from etude.privacy.subjects import Subject, SubjectDigests, digests
 
 _ID_BYTES, _KEY_BYTES, _CHECK_BYTES = 16, 32, 8
+_NONCE_BYTES = 12
 _POLL_S = 0.02
 
 
@@ -28,6 +29,26 @@ class Key(NamedTuple):
 
     id: str
     bytes: bytes
+
+    def encrypt(self, data: bytes, beside: bytes) -> bytes:
+        """Encrypt data with AES-256-GCM. Returns 12 random bytes (the nonce), followed by the ciphertext.
+
+        `beside` is authenticated, but not stored: `decrypt` needs the same bytes. Raises `ModuleNotFoundError` without
+        the library `cryptography`."""
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        return nonce + AESGCM(self.bytes).encrypt(nonce, data, beside)
+
+    def decrypt(self, data: bytes, beside: bytes) -> bytes:
+        """Decrypt what `encrypt` returned. Raises `ValueError` if `data` or `beside` were changed."""
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        try:
+            return AESGCM(self.bytes).decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], beside)
+        except InvalidTag:
+            raise ValueError("its bytes or its columns were changed") from None
 
 
 class KeyStore:

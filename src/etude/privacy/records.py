@@ -5,7 +5,6 @@ damaged."""
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,6 @@ from etude.privacy.subjects import SubjectDigests
 from etude.records.completion import Sampling, VersionSpan
 from etude.records.wire import F32, I32, pack, unpack
 
-_NONCE_BYTES = 12
 _AT_ONCE = 500  # values of one statement
 _TABLES = """
 CREATE TABLE IF NOT EXISTS records (
@@ -107,21 +105,13 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def seal(captured: Captured, content: Content, key: Key) -> bytes:
-    """Encrypt the content of a record. Returns 12 random bytes (the nonce), followed by the ciphertext.
-
-    Raises `ModuleNotFoundError` without the library `cryptography`."""
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
-    nonce = secrets.token_bytes(_NONCE_BYTES)
-    return nonce + AESGCM(key.bytes).encrypt(nonce, pack(content), pack(captured))
+    """Encrypt the content of a record, bound to its columns (`Key.encrypt`)."""
+    return key.encrypt(pack(content), pack(captured))
 
 
 def unseal(captured: Captured, data: bytes, key: Key | None) -> Content:
     """Decrypt the bytes that `seal` returned. Raises `SubjectErased` if `key` is None, and `RecordDamaged` if the bytes
     or the record were changed."""
-    from cryptography.exceptions import InvalidTag
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
     if key is None or key.id != captured.key_id:
         what = f"the record {captured.record_id} cannot be read"
         hint = "the subject was erased, and the record cannot be recovered; erase the subject again to delete it"
@@ -129,9 +119,7 @@ def unseal(captured: Captured, data: bytes, key: Key | None) -> Content:
     hint = "delete it by erasing the subject, or restore the file from a backup"
     what = f"the record {captured.record_id} is damaged"
     try:
-        return unpack(AESGCM(key.bytes).decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], pack(captured)), Content)
-    except InvalidTag:
-        raise RecordDamaged(what, "its bytes or its columns were changed", hint=hint) from None
+        return unpack(key.decrypt(data, pack(captured)), Content)
     except ValueError as error:
         raise RecordDamaged(what, str(error), hint=hint) from None
 

@@ -26,6 +26,7 @@ from etude.tasks.plugin_source import PluginSource
 from etude.tasks.proof import Proof, check, show
 from etude.tasks.repair import RepairSource
 from etude.tasks.scripts import Script, write_reference
+from etude.tasks.sessions import SessionSource
 from etude.tasks.swe import SweSource
 from etude.tasks.verifiers import VerifiersSource, interpreter
 from etude.tasks.written import GENERATED
@@ -40,6 +41,7 @@ _BY_PATH: dict[str, Callable[[str], TaskSource]] = {
     "humaneval": HumanEvalSource,
     "swe": SweSource,
     "harbor": HarborSource,
+    "sessions": SessionSource,
     "verifiers": lambda name: VerifiersSource(name, interpreter()),
 }
 
@@ -48,9 +50,9 @@ def open_source(source: str | Plugin, seed: int, *, files: int = 3, functions_pe
     """Open a task source by its name or path.
 
     `source` is "repair", "following" or "interruption" (generated tasks), "humaneval:PATH" or "swe:PATH" (JSON lines),
-    "harbor:PATH" (task folders), "verifiers:NAME", a directory of task folders, or a plug-in. Only generated tasks use
-    `seed`, and only "repair" `files` and `functions_per_file`. Raises `NoSource` if there is none, `PluginRefused`, and
-    `TaskError` for a damaged source."""
+    "harbor:PATH" (task folders), "verifiers:NAME", "sessions:DIR" (a privacy folder), a directory of task folders, or a
+    plug-in. Only generated tasks use `seed`, and only "repair" `files` and `functions_per_file`. Raises `NoSource` if
+    there is none, `PluginRefused`, and `TaskError` for a damaged source."""
     source = named(source, SOURCES)
     if isinstance(source, Plugin):
         return PluginSource(source)

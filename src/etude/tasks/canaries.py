@@ -12,8 +12,9 @@ from collections.abc import Mapping
 
 import msgspec
 
+from etude.errors import ConfigError
 from etude.records.task import CANARY, Answer, Case, Split, Task
-from etude.seams import TaskSource
+from etude.seams import TaskSource, WithdrawingSource
 
 
 class WithCanaries:
@@ -29,6 +30,11 @@ class WithCanaries:
     """
 
     def __init__(self, source: TaskSource, share: float, seed: int) -> None:
+        if isinstance(source, WithdrawingSource):
+            hint = "set tasks.canaries = 0"
+            raise ConfigError(
+                f"tasks of {source.name} cannot be canaries", "people may withdraw them by their id", hint=hint
+            )
         self.name, self._source, self._share, self._seed = source.name, source, share, seed
 
     def size(self, split: Split) -> int | None:

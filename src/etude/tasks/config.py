@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from etude.config import Plugin, named, ranged
 
-SOURCES = ("repair", "following", "interruption", "humaneval", "swe", "harbor", "verifiers")
+SOURCES = ("repair", "following", "interruption", "humaneval", "swe", "harbor", "verifiers", "sessions")
 """Names of the built-in task sources: the part before the colon, if a path or name follows."""
 
 

@@ -21,8 +21,10 @@ OPTIONAL: Mapping[str, type] = {
     "conversation": list,
     "baseline": Generator,
     "copy_probe": tuple,
+    "withdrawn": set,
 }
-"""Optional methods of a source and the types of their results: see `etude.tasks.scripts`."""
+"""Optional methods of a source and the types of their results: see `etude.tasks.scripts` and
+`etude.seams.WithdrawingSource`."""
 T = TypeVar("T")
 
 

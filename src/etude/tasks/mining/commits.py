@@ -121,6 +121,25 @@ async def task_of_commit(
     trees = trees_of(repository, commit)
     if isinstance(trees, str):
         return trees
+    return await task_of_trees(
+        trees, instruction, runtime, source=source, family="commit", image=image, deadline_s=deadline_s
+    )
+
+
+async def task_of_trees(
+    trees: Trees,
+    instruction: str,
+    runtime: Runtime,
+    *,
+    source: str,
+    family: str,
+    image: Image | None = None,
+    deadline_s: float = TEST_DEADLINE_S,
+) -> Candidate | str:
+    """Make a task from two trees, whose hidden tests fail before the change and pass after it, or return the reason why
+    that is not possible.
+
+    The tests run three times in machines with `image`, each time for at most `deadline_s` seconds."""
     files = [path for path in trees.tests if holds_tests(path)]
     runner = runner_for(trees.after[path] for path in files)
 
@@ -164,7 +183,7 @@ async def task_of_commit(
         trees.before,
         answer,
         source=source,
-        family="commit",
+        family=family,
         instruction=_with_test_names(instruction, failing),
         image=image,
         kept=data | helpers,
