@@ -154,7 +154,7 @@ def _tell(row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--cycles", type=int, default=3)
     parser.add_argument("--hacks", type=int, default=5, help="candidates of each hack")
     parser.add_argument("--base", type=Path, help="a run of the example, in place of a new one")
@@ -173,7 +173,7 @@ def main() -> None:
     if len(rows) > 1:
         gain = mean_over_seeds([row["gain"] for row in rows])
         numbers["gain"] = {"value": round(gain.value, 4), "low": round(gain.low, 4), "high": round(gain.high, 4)}
-    numbers["all_disjoint"] = all(row["disjoint"] for row in rows)
+    numbers["all_disjoint"] = bool(rows) and all(row["disjoint"] for row in rows)
     numbers["stopped"] = sum(row["stopped"] for row in numbers["hacks"].values())
     report("product", numbers)
 

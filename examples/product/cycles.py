@@ -39,7 +39,7 @@ WAIT_S = 1800.0
 SPREAD_S = 3.0
 """Signals come within this time; `settle_s` of learn.toml is longer."""
 STEP = re.compile(r"window (\d+): step \d+: .* mean reward ([-.\d]+)")
-END = re.compile(r"window (\d+): (?:release \d+: )?(promoted|refused|rolled back)")
+END = re.compile(r"^window (\d+): (promoted|refused|rolled back|no change)")
 CANARY = re.compile(r"canary at \d+ %")
 
 
