@@ -7,7 +7,7 @@ decoding steps, of which all of its sequences get a token each; while it compute
 >>> from etude.plan import Layout, Shape
 >>> shape = Shape(groups=4, group_size=4, turns=2.0, prompt_tokens=100.0, sampled_tokens=200.0, tool_tokens=50.0)
 >>> fixed = simulate_steps(shape, Layout(engines=2, max_running=32), lambda batch: 0.01, 0.0, learner_s=5.0, spread=0.0)
->>> float(round(fixed, 2))  # the learner is the bottleneck
+>>> round(fixed, 2)  # the learner is the bottleneck
 5.0
 """
 
@@ -138,4 +138,4 @@ def simulate_steps(
         train(now)
         admit(now)
     skipped = steps // 3
-    return (ended[-1] - ended[skipped - 1]) / (len(ended) - skipped)
+    return float((ended[-1] - ended[skipped - 1]) / (len(ended) - skipped))
