@@ -89,7 +89,11 @@ class LatentAttention(nn.Module):
             found = {"q_a_proj": q, "q_a_layernorm": self.q_norm, "q_b_proj": self.q_up}
         found |= {"kv_a_proj_with_mqa": kv, "kv_a_layernorm": self.kv_norm, "kv_b_proj": self.kv_up}
         views = {f"{name}.weight": view for name, view in (found | {"o_proj": self.out}).items()}
-        return views | {f"indexer.{name}": self.get_buffer(_buffer(name)) for name, _ in self.of_indexer}
+        return views | self.indexer_views()
+
+    def indexer_views(self) -> dict[str, torch.Tensor]:
+        """Return the weights of the indexer, which are no parameters, by name; {} without one."""
+        return {f"indexer.{name}": self.get_buffer(_buffer(name)) for name, _ in self.of_indexer}
 
     def matrices(self) -> dict[str, list[int]]:
         first, latent, rope = self.widths

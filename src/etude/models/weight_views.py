@@ -13,6 +13,7 @@ from typing import cast
 import torch
 
 from etude.models.attention import AttentionLayer
+from etude.models.latent import LatentAttention
 from etude.models.transformer import Block, MtpHead, Transformer
 
 _BIAS = "e_score_correction_bias"
@@ -54,8 +55,15 @@ def hf_views(model: Transformer) -> dict[str, torch.Tensor]:
 
 def hf_biases(model: Transformer) -> dict[str, torch.Tensor]:
     """Return the router biases by Hugging Face name, float32 [E] views, and the weights of indexers. They are no
-    parameters."""
-    return {name: view for name, view in hf_views(model).items() if name.endswith(_BIAS) or ".indexer." in name}
+    parameters, so every rank of a sharded model has them in full."""
+    found = dict[str, torch.Tensor]()
+    for number, block in enumerate([*model.blocks, *(head.block for head in model.mtp)]):
+        place = f"model.layers.{number}"
+        if (bias := getattr(block.experts, "bias", None)) is not None:
+            found[f"{place}.mlp.gate.{_BIAS}"] = bias
+        if isinstance(block.attention, LatentAttention):
+            found |= {f"{place}.self_attn.{name}": view for name, view in block.attention.indexer_views().items()}
+    return {model.config.architecture.hf_name(name): view.detach() for name, view in found.items()}
 
 
 def _block_views(block: Block) -> dict[str, torch.Tensor]:
