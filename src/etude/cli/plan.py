@@ -392,7 +392,8 @@ def _table(found: Plan, shape: Shape, layout: Layout, hardware: Device | Measure
     table.add_row("decoding batch", f"{found.batch:.0f}", batch)
     table.add_row("decoding", f"{found.decode_tokens_s:,.0f} tokens/s", "per engine")
     table.add_row("memory, learner rank", _bytes(found.learner_memory.total), _memory(found.learner_memory))
-    table.add_row("bytes of a trained parameter", f"{sum(found.parameter_bytes.values()):.1f}", _parts(found, layout))
+    on_device = sum(_device_parts(found, layout).values())
+    table.add_row("bytes of a trained parameter", f"{on_device:.1f}", _parts(found, layout))
     table.add_row("memory, engine device", _bytes(found.engine_memory.total), _memory(found.engine_memory))
     table.add_row("cost of a step", f"${found.step_dollars:.4f}", price)
     table.add_row(
@@ -412,11 +413,20 @@ def _learner(layout: Layout) -> str:
     return f"{number(layout.learner_ranks, 'rank')}, {rule}{adapters}{again}"
 
 
+def _device_parts(found: Plan, layout: Layout) -> dict[str, float]:
+    """The bytes of a trained parameter in the memory of a device, by part."""
+    away = ("masters", "moments") if layout.training.offload else ()
+    return {name: value for name, value in found.parameter_bytes.items() if value and name not in away}
+
+
 def _parts(found: Plan, layout: Layout) -> str:
-    """The parts of the bytes of a trained parameter, with those of a frozen one."""
-    training = layout.training
-    parts = ", ".join(f"{name} {value:.3g}" for name, value in found.parameter_bytes.items() if value)
-    away = "; moments and separate masters in the memory of the host" if training.offload else ""
+    """The parts of the bytes of a trained parameter, with those in the host's memory and those of a frozen one."""
+    training, here = layout.training, _device_parts(found, layout)
+    parts = ", ".join(f"{name} {value:.3g}" for name, value in here.items())
+    there = ", ".join(
+        f"{name} {value:.3g}" for name, value in found.parameter_bytes.items() if value and name not in here
+    )
+    away = f"; in the memory of the host: {there}" if there else ""
     return parts + away + (f"; a frozen parameter {training.gathered_bytes}" if training.lora_rank else "")
 
 

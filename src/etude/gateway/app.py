@@ -49,7 +49,7 @@ from etude.gateway.http import (
 from etude.gateway.keys import Keys, KeyUse
 from etude.gateway.model import ServedModel
 from etude.gateway.pump import EventPump, EventResponse
-from etude.gateway.recording import USER, check_user, offer_answers, offering, sender
+from etude.gateway.recording import offer_answers, offering, sender, user_of
 from etude.gateway.requests import ChatRequest, check_names, check_results
 from etude.seams import AnswerRecorder, FeedbackReceiver
 
@@ -220,7 +220,7 @@ class Gateway:
                 facts = f"its content-type is {given[:100]!r}" if given else "it has no content-type"
                 message = f"the body is not JSON: {facts}\n  hint: send the header content-type: application/json"
                 raise RequestRefused(415, message, code="unsupported_media_type")
-            check_user(request)
+            user_of(request)  # refuses a bad name before any work
             async with asyncio.timeout(self.config.deadline_s):
                 response = await work(request, record)
         except TimeoutError:
@@ -296,7 +296,7 @@ class Gateway:
         if wish == "off":
             parsed = replace(parsed, summaries=False)
         model = self._model(parsed.model)
-        subject = request.headers.get(USER, "") or (record.key.name if record.key is not None else "")
+        subject = user_of(request) or (record.key.name if record.key is not None else "")
         if self._router is not None and subject:
             model = self.models[self._router(model.name, subject)]
         record.model = model.name

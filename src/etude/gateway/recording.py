@@ -55,20 +55,32 @@ def offer_answers(
 
 
 def sender(request: Request, record: Record) -> tuple[str, str]:
-    """Return the organisation and the user ("": not named) who sent a request."""
-    return WITHOUT_KEY if record.key is None else record.key.name, request.headers.get(USER, "")
+    """Return the organisation and the user ("": not named) who sent a request. Raises as `user_of`."""
+    return WITHOUT_KEY if record.key is None else record.key.name, user_of(request)
 
 
-def check_user(request: Request) -> None:
-    """Check the user name in the header `USER` of a request.
+def user_of(request: Request) -> str:
+    """Return the user name in the header `USER` of a request, in UTF-8; "" without one.
 
-    Raises `RequestRefused` (HTTP status 400) if the name is too long or not printable, since no answer could be
-    captured or erased under it."""
-    name = request.headers.get(USER, "")
-    if len(name) > MAX_USER_CHARS or not (name.isprintable() or not name):
-        facts = f"it has {len(name)} characters, of which {sum(not c.isprintable() for c in name)} are not printable"
-        hint = f"send at most {MAX_USER_CHARS} printable characters, such as an id of the user"
+    Raises `RequestRefused` (HTTP status 400) for several headers, and for a name under which no answer could be
+    captured or erased: too long, not printable, or not UTF-8."""
+    found = request.headers.getlist(USER)
+    if len(found) > 1:
+        raise invalid_request(f"the request has {len(found)} headers {USER}\n  hint: send one, or none", USER)
+    data = found[0].encode("latin-1") if found else b""  # as servers decode headers
+    facts, name = "", ""
+    try:
+        name = data.decode()
+    except UnicodeDecodeError:
+        facts = "it is not UTF-8"
+    if len(name) > MAX_USER_CHARS:
+        facts = f"it has {len(name)} characters"
+    elif not name.isprintable():
+        facts = f"{sum(not c.isprintable() for c in name)} of its characters are not printable"
+    if facts:
+        hint = f"send at most {MAX_USER_CHARS} printable characters in UTF-8, such as an id of the user"
         raise invalid_request(f"the header {USER} is not a name: {facts}\n  hint: {hint}", USER)
+    return name
 
 
 async def offering(

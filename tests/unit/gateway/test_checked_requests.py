@@ -306,7 +306,7 @@ def test_what_http_refuses_says_why_and_what_to_do_in_the_dialect_of_the_path(pa
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
-@pytest.mark.parametrize("name", [b"b" * 257, b"bob\tx", "Übel".encode()])
+@pytest.mark.parametrize("name", [b"b" * 257, b"bob\tx", "Übel".encode("latin-1"), "a\u200bb".encode()])
 def test_a_user_under_whose_name_nothing_can_be_captured_is_refused_by_the_header(path: str, name: bytes) -> None:
     async def work() -> None:
         async with served([said("ok")]) as at:
@@ -318,5 +318,9 @@ def test_a_user_under_whose_name_nothing_can_be_captured_is_refused_by_the_heade
             headers = {b"x-etude-user": b"b" * MAX_USER_CHARS}
             assert (await at.http.post(path.removeprefix("/v1"), json=body, headers=headers)).status_code == 200
             assert Subject.of("local", "b" * MAX_USER_CHARS)
+            two = [(b"x-etude-user", b"bob"), (b"x-etude-user", b"eve")]
+            refused = await at.http.post(path.removeprefix("/v1"), json=body, headers=two)
+            assert refused.status_code == 400
+            assert "has 2 headers x-etude-user" in refused.json()["error"]["message"]
 
     run(work)
