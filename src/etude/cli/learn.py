@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from etude.cli.feedback import opened_feedback
 from etude.cli.locations import open_run
+from etude.config import plugins_in
 from etude.errors import EtudeError, Exit, InputError
+from etude.plugins import check_all
 from etude.privacy import PrivacyFolder
 from etude.production import LearnSettings, read_settings
 from etude.production.outcomes import Values
@@ -66,6 +68,7 @@ def learn(args: argparse.Namespace) -> int:
     if not (args.privacy / "consent.sqlite").is_file():
         hint = "give the folder of etude serve --capture; etude privacy set creates it"
         raise InputError(f"{args.privacy} is not a folder of consent and captured answers", hint=hint)
+    _check_plugins(run)
     run.lock()
     try:
         new = args.releases is not None and not args.feedback.is_file()  # etude serve needs the file of releases first
@@ -86,6 +89,13 @@ def learn(args: argparse.Namespace) -> int:
     if interrupted:
         print("stopped; the same command goes on", file=sys.stderr)
     return Exit.INTERRUPTED if interrupted else Exit.DONE
+
+
+def _check_plugins(run: RunFolder) -> None:
+    """Raise `RunRefused` if a plug-in of the run has other code than its steps so far used."""
+    from etude.loop.config import check_same_plugins, read_config
+
+    check_same_plugins(run, check_all(list(dict.fromkeys(plugins_in(read_config(run))))), accept=False)
 
 
 async def _learn(

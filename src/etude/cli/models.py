@@ -87,7 +87,10 @@ def _sizes(c: ModelConfig) -> str:
     if c.linear is not None:
         kept = f"a state of {size(state_bytes(c))} for each sequence"
         words.append(f"{number(len(c.linear_layers), 'gated delta layer')} of {c.linear.value_heads} heads, {kept}")
-    return "; ".join([*words, f"{c.context_tokens} positions"])
+    words.append(f"{c.context_tokens} positions")
+    if c.latent is not None and c.latent.indexer is not None:
+        words.append(f"contexts of at most {c.latent.indexer.top_k} tokens, where its attention is dense")
+    return "; ".join(words)
 
 
 def _refused(family: ModelFamily) -> list[str]:
