@@ -107,6 +107,17 @@ def test_what_cannot_be_done_is_told_in_three_parts(place: Path, capsys: pytest.
         assert ("hint: " in told) == bool(said)
 
 
+@pytest.mark.parametrize("command", ["promote", "hold", "resume", "rollback"])
+def test_a_decision_needs_a_reason(command: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(BEGIN) == 0
+    with pytest.raises(SystemExit) as ended:
+        main(["release", command, "--reason", " "])
+    assert ended.value.code == 2
+    assert "a reason is empty" in capsys.readouterr().err
+    assert main(["release", "why"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2, "the release, and its begin"
+
+
 def test_a_run_is_not_served_with_the_releases_of_another_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
