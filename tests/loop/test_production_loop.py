@@ -29,6 +29,7 @@ from etude.records import Version
 from etude.releases import Release, Releases, ReleaseSettings
 from etude.releases import State as ReleaseState
 from etude.releases.pointers import STABLE, branch_version
+from etude.releases.releases import LOOP, OPERATOR, RULES
 from etude.signals import FeedbackFile
 from etude.weights.chain import history
 from etude.weights.chain.branches import point
@@ -200,6 +201,10 @@ def test_a_release_without_a_decision_ends_as_the_settings_say(
     assert release.state is state
     assert "without a decision: no decision at 50 %" in here.window()["result"], here.window()
     assert here.stable == (release.candidate if state is ReleaseState.PROMOTED else release.stable)
+    by = [(one.state, one.by) for one in _with_releases(here, lambda one: one.why(1))]
+    assert by[0] == (ReleaseState.CANDIDATE, LOOP)
+    assert by[-1] == (state, LOOP)
+    assert {one for _, one in by[1:-1]} <= {LOOP, RULES}
 
 
 def test_a_release_that_an_operator_holds_waits_for_the_operator(here: Here) -> None:
@@ -222,6 +227,9 @@ def test_a_release_that_an_operator_holds_waits_for_the_operator(here: Here) -> 
 
     asyncio.run(main())
     assert here.window()["result"] == "rolled back: no"
+    by = [(one.state, one.by) for one in _with_releases(here, lambda one: one.why(1))]
+    assert by[0] == (ReleaseState.CANDIDATE, LOOP)
+    assert by[-2:] == [(ReleaseState.HELD, OPERATOR), (ReleaseState.ROLLED_BACK, OPERATOR)]
 
 
 def test_the_kl_penalty_follows_the_deployed_version(here: Here) -> None:

@@ -32,7 +32,7 @@ from etude.production.settings import LoopSettings, Undecided
 from etude.records import Version
 from etude.releases import Decision, Outcome, Release, Releases, ReleaseSettings, State
 from etude.releases.pointers import CANARY, STABLE, branch_version
-from etude.releases.releases import RULES
+from etude.releases.releases import LOOP, RULES
 from etude.releases.states import ReleaseRefused, Transition
 from etude.telemetry import Telemetry
 from etude.weights.chain import branches
@@ -190,9 +190,15 @@ class ProductionLoop:
 
     def _begin(self, releases: Releases, window: Window) -> Release:
         assert window.candidate is not None, "it was trained"
-        location = str(weights_location(self.run))
+        location = weights_location(self.run)
         return releases.begin(
-            self._store, window.candidate, self._release, channel=CHANNEL, location=location, now=time.time()
+            self._store,
+            window.candidate,
+            self._release,
+            channel=CHANNEL,
+            location=location if isinstance(location, str) else str(location.absolute()),
+            now=time.time(),
+            by=LOOP,
         )
 
     async def _advance(self, window: Window, release: Release) -> None:
@@ -233,7 +239,8 @@ class ProductionLoop:
         since, now = await self._call(lambda releases: releases.share_since(release)), time.time()
         if now - since < release.settings.max_s:
             if new:
-                await self._call(lambda releases: releases.resume(reason="users send outcomes again", now=now))
+                reason = "users send outcomes again"
+                await self._call(lambda releases: releases.resume(reason=reason, now=now, by=LOOP))
             return bool(new)
         last_compared = release.settings.compared_shares[-1]
         promotes = self.settings.undecided is Undecided.PROMOTE and release.share == last_compared
@@ -242,10 +249,10 @@ class ProductionLoop:
             promotes = min(one.canary for one in evidence) >= release.settings.subjects
         if promotes or release.share > last_compared:  # all users get it only after it was shown to be better
             reason = f"promoted without a decision: {last.reason}"
-            await self._call(lambda releases: releases.promote(self._store, reason=reason, now=now))
+            await self._call(lambda releases: releases.promote(self._store, reason=reason, now=now, by=LOOP))
         else:
             reason = f"rolled back without a decision: {last.reason}"
-            await self._call(lambda releases: releases.rollback(self._store, reason=reason, now=now))
+            await self._call(lambda releases: releases.rollback(self._store, reason=reason, now=now, by=LOOP))
         self._tell(f"{where}: {reason}")
         return True
 
