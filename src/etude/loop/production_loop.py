@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import msgspec
 
+from etude.errors import EtudeError
 from etude.loop.checkpoints import checkpoint_of
 from etude.loop.locations import weights_location, weights_store
 from etude.loop.production import OnStep, trainer_of
@@ -205,7 +206,14 @@ class ProductionLoop:
         """Take the next step of a release, or wait for one."""
         where = f"window {window.number}: release {release.number}"
         if release.pending is None and release.state is State.CANDIDATE:
-            result = await self._gate.check(release)
+            try:
+                result = await self._gate.check(release)
+            except EtudeError as error:
+                error.hint += (
+                    "; a release keeps the settings with which it began: if they are wrong, correct them, end it with"
+                    f" etude release rollback --file {self._path} --reason TEXT, and start the loop again"
+                )
+                raise
             await self._call(lambda releases: releases.gate(result, now=time.time()))
             self._tell(f"{where}: gate: {'; '.join(result.failures) or 'passed'}")
             return
