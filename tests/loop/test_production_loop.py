@@ -16,7 +16,7 @@ from tests.unit.releases.played import passed, settings
 
 from etude.cli import main
 from etude.cli.learn import FeedbackSignals
-from etude.errors import InputError
+from etude.errors import InputError, StoreError
 from etude.experience import Ledger
 from etude.experience.transitions import State
 from etude.loop import production_loop
@@ -274,6 +274,38 @@ def test_a_gate_that_cannot_be_played_names_the_way_out_of_its_release(here: Her
     asyncio.run(here.cycles(1, settings(**QUICK)))
     assert here.window()["number"] == 1
     assert here.window()["result"] == "rolled back: wrong"
+
+
+def test_the_loop_of_a_run_keeps_its_file_of_releases(here: Here) -> None:
+    _candidate_of_rl(here)
+
+    async def begun_with(path: Path) -> None:
+        """The loop refuses the file, or goes on to the gate."""
+        async with here.loop(settings(**QUICK)) as loop:
+            loop._path = path
+
+            async def check(_: Release) -> Any:
+                raise InputError("the gate was reached", hint="none")
+
+            loop._gate.check = check  # type: ignore[method-assign]
+            await loop.forever(1, on_step=lambda *_: None)
+
+    first, other = here.users.releases, here.path / "other.sqlite"
+    damaged = here.path / "damaged.sqlite"
+    damaged.write_text("no database " * 100)
+    with pytest.raises(StoreError):
+        asyncio.run(begun_with(damaged))
+    for _ in range(2):
+        with pytest.raises(InputError, match="the gate was reached"):
+            asyncio.run(begun_with(first))
+    with pytest.raises(InputError, match="is not the file of this run's releases") as refused:
+        asyncio.run(begun_with(other))
+    assert str(first) in refused.value.facts
+    assert str(first) in refused.value.hint
+    assert not other.exists()
+    here.users.releases.rename(other)
+    with pytest.raises(InputError, match="the gate was reached"):
+        asyncio.run(begun_with(other))
 
 
 def test_the_kl_penalty_follows_the_deployed_version(here: Here) -> None:

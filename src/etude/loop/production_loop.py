@@ -83,8 +83,11 @@ class ProductionLoop:
     async def forever(self, cycles: int | None, *, on_step: OnStep) -> None:
         """Run `cycles` cycles (a window, its steps and its release); None: go on until cancelled.
 
-        `on_step` is called after each step. The caller holds the run's lock. Raises the error that ended the loop."""
+        `on_step` is called after each step. The caller holds the run's lock. Raises `InputError` if the run's loop has
+        another file of releases, and the error that ended the loop."""
+        await self.windows.storage(self.windows.refuse_other_releases, self._path)
         self._releases = await self._thread(lambda: Releases(self._path, signer=self._signer))
+        await self.windows.storage(self.windows.remember_releases, self._path)
         stable = await run_in_thread(self._branches)
         self._tell(f"loop: stable is {stable}, releases in {self._path}")
         done = 0
