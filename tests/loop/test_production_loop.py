@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 from tests.played_run import PlayedRun
-from tests.production_users import MODEL, Users
+from tests.production_users import LEARN, MODEL, RELEASE, SUITE, Users
 from tests.unit.releases.played import passed, settings
 
+from etude.cli import main
 from etude.cli.learn import FeedbackSignals
+from etude.errors import InputError, StoreError
 from etude.experience import Ledger
 from etude.experience.transitions import State
 from etude.loop import production_loop
@@ -29,6 +31,7 @@ from etude.records import Version
 from etude.releases import Release, Releases, ReleaseSettings
 from etude.releases import State as ReleaseState
 from etude.releases.pointers import STABLE, branch_version
+from etude.releases.releases import LOOP, OPERATOR, RULES
 from etude.signals import FeedbackFile
 from etude.weights.chain import history
 from etude.weights.chain.branches import point
@@ -124,6 +127,10 @@ def here(tmp_path: Path, game: Any) -> Iterator[Here]:
     made.users.close()
 
 
+NO_SOURCE = """
+[tasks]
+source = "no_such"
+"""
 QUICK: dict[str, Any] = {"shares": (50, 100), "subjects": 5, "share_s": 0.0}
 
 
@@ -200,6 +207,10 @@ def test_a_release_without_a_decision_ends_as_the_settings_say(
     assert release.state is state
     assert "without a decision: no decision at 50 %" in here.window()["result"], here.window()
     assert here.stable == (release.candidate if state is ReleaseState.PROMOTED else release.stable)
+    by = [(one.state, one.by) for one in _with_releases(here, lambda one: one.why(1))]
+    assert by[0] == (ReleaseState.CANDIDATE, LOOP)
+    assert by[-1] == (state, LOOP)
+    assert {one for _, one in by[1:-1]} <= {LOOP, RULES}
 
 
 def test_a_release_that_an_operator_holds_waits_for_the_operator(here: Here) -> None:
@@ -222,6 +233,79 @@ def test_a_release_that_an_operator_holds_waits_for_the_operator(here: Here) -> 
 
     asyncio.run(main())
     assert here.window()["result"] == "rolled back: no"
+    by = [(one.state, one.by) for one in _with_releases(here, lambda one: one.why(1))]
+    assert by[0] == (ReleaseState.CANDIDATE, LOOP)
+    assert by[-2:] == [(ReleaseState.HELD, OPERATOR), (ReleaseState.ROLLED_BACK, OPERATOR)]
+
+
+def test_suites_of_the_gate_are_checked_before_a_window_is_trained(
+    here: Here, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {"learn": LEARN, "release": RELEASE, "small": SUITE, "no_source": SUITE + NO_SOURCE}
+    for name, text in files.items():
+        (here.path / f"{name}.toml").write_text(text)
+    for suite, said in (("minni.toml", "no suite 'minni.toml'"), (str(here.path / "no_source.toml"), "no_such")):
+        (here.path / "release.toml").write_text(RELEASE.replace("small.toml", suite))
+        words = ["learn", str(here.played.folder.path), "--privacy", str(here.users.privacy)]
+        words += ["--feedback", str(here.users.feedback), "--settings", str(here.path / "learn.toml")]
+        assert main([*words, "--releases", str(here.users.releases)]) != 0
+        told = capsys.readouterr().err
+        assert said in told
+        assert "hint: " in told
+        assert not here.users.releases.exists()
+
+
+def test_a_gate_that_cannot_be_played_names_the_way_out_of_its_release(here: Here) -> None:
+    _candidate_of_rl(here)
+
+    async def main() -> None:
+        async with here.loop(settings(**QUICK)) as loop:
+
+            async def check(_: Release) -> Any:
+                raise InputError("no suite 'minni.toml'", hint="give another")
+
+            loop._gate.check = check  # type: ignore[method-assign]
+            await loop.forever(1, on_step=lambda *_: None)
+
+    with pytest.raises(InputError) as refused:
+        asyncio.run(main())
+    assert f"etude release rollback --file {here.users.releases} --reason TEXT" in refused.value.hint
+    _with_releases(here, lambda one: one.rollback(weights_store(here.played.folder), reason="wrong", now=time.time()))
+    asyncio.run(here.cycles(1, settings(**QUICK)))
+    assert here.window()["number"] == 1
+    assert here.window()["result"] == "rolled back: wrong"
+
+
+def test_the_loop_of_a_run_keeps_its_file_of_releases(here: Here) -> None:
+    _candidate_of_rl(here)
+
+    async def begun_with(path: Path) -> None:
+        """The loop refuses the file, or goes on to the gate."""
+        async with here.loop(settings(**QUICK)) as loop:
+            loop._path = path
+
+            async def check(_: Release) -> Any:
+                raise InputError("the gate was reached", hint="none")
+
+            loop._gate.check = check  # type: ignore[method-assign]
+            await loop.forever(1, on_step=lambda *_: None)
+
+    first, other = here.users.releases, here.path / "other.sqlite"
+    damaged = here.path / "damaged.sqlite"
+    damaged.write_text("no database " * 100)
+    with pytest.raises(StoreError):
+        asyncio.run(begun_with(damaged))
+    for _ in range(2):
+        with pytest.raises(InputError, match="the gate was reached"):
+            asyncio.run(begun_with(first))
+    with pytest.raises(InputError, match="is not the file of this run's releases") as refused:
+        asyncio.run(begun_with(other))
+    assert str(first) in refused.value.facts
+    assert str(first) in refused.value.hint
+    assert not other.exists()
+    here.users.releases.rename(other)
+    with pytest.raises(InputError, match="the gate was reached"):
+        asyncio.run(begun_with(other))
 
 
 def test_the_kl_penalty_follows_the_deployed_version(here: Here) -> None:

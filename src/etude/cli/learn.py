@@ -8,6 +8,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from etude.cli.feedback import opened_feedback
@@ -134,6 +135,8 @@ async def _learn(
 async def _work(windows: Windows, signals: FeedbackSignals, telemetry: Telemetry, args: argparse.Namespace) -> None:
     from etude.loop.production import learn as train
     from etude.loop.production_loop import ProductionLoop
+    from etude.loop.run_in_thread import run_in_thread
+    from etude.loop.suites import check_suite
 
     def tell(line: str) -> None:
         print(line, flush=True)
@@ -151,6 +154,8 @@ async def _work(windows: Windows, signals: FeedbackSignals, telemetry: Telemetry
         what, facts = "the settings have no section [loop]", "it names the settings of the releases"
         raise InputError(what, facts, hint='write [loop] and release = "release.toml" in the file of --settings')
     release = read_release(windows.settings.loop.release)
+    for gate in release.gate:
+        await run_in_thread(partial(check_suite, gate.suite, windows.run))  # before hours of training
     loop = ProductionLoop(windows, release, telemetry, signals.outcomes, args.releases, poll_s=args.poll_s, tell=tell)
     try:
         await loop.forever(args.cycles, on_step=on_step)

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import msgspec
 
+from etude.errors import EtudeError
 from etude.loop.checkpoints import checkpoint_of
 from etude.loop.locations import weights_location, weights_store
 from etude.loop.production import OnStep, trainer_of
@@ -32,7 +33,7 @@ from etude.production.settings import LoopSettings, Undecided
 from etude.records import Version
 from etude.releases import Decision, Outcome, Release, Releases, ReleaseSettings, State
 from etude.releases.pointers import CANARY, STABLE, branch_version
-from etude.releases.releases import RULES
+from etude.releases.releases import LOOP, RULES
 from etude.releases.states import ReleaseRefused, Transition
 from etude.telemetry import Telemetry
 from etude.weights.chain import branches
@@ -82,8 +83,11 @@ class ProductionLoop:
     async def forever(self, cycles: int | None, *, on_step: OnStep) -> None:
         """Run `cycles` cycles (a window, its steps and its release); None: go on until cancelled.
 
-        `on_step` is called after each step. The caller holds the run's lock. Raises the error that ended the loop."""
+        `on_step` is called after each step. The caller holds the run's lock. Raises `InputError` if the run's loop has
+        another file of releases, and the error that ended the loop."""
+        await self.windows.storage(self.windows.refuse_other_releases, self._path)
         self._releases = await self._thread(lambda: Releases(self._path, signer=self._signer))
+        await self.windows.storage(self.windows.remember_releases, self._path)
         stable = await run_in_thread(self._branches)
         self._tell(f"loop: stable is {stable}, releases in {self._path}")
         done = 0
@@ -190,16 +194,29 @@ class ProductionLoop:
 
     def _begin(self, releases: Releases, window: Window) -> Release:
         assert window.candidate is not None, "it was trained"
-        location = str(weights_location(self.run))
+        location = weights_location(self.run)
         return releases.begin(
-            self._store, window.candidate, self._release, channel=CHANNEL, location=location, now=time.time()
+            self._store,
+            window.candidate,
+            self._release,
+            channel=CHANNEL,
+            location=location if isinstance(location, str) else str(location.absolute()),
+            now=time.time(),
+            by=LOOP,
         )
 
     async def _advance(self, window: Window, release: Release) -> None:
         """Take the next step of a release, or wait for one."""
         where = f"window {window.number}: release {release.number}"
         if release.pending is None and release.state is State.CANDIDATE:
-            result = await self._gate.check(release)
+            try:
+                result = await self._gate.check(release)
+            except EtudeError as error:
+                error.hint += (
+                    "; a release keeps the settings with which it began: if they are wrong, correct them, end it with"
+                    f" etude release rollback --file {self._path} --reason TEXT, and start the loop again"
+                )
+                raise
             await self._call(lambda releases: releases.gate(result, now=time.time()))
             self._tell(f"{where}: gate: {'; '.join(result.failures) or 'passed'}")
             return
@@ -233,7 +250,8 @@ class ProductionLoop:
         since, now = await self._call(lambda releases: releases.share_since(release)), time.time()
         if now - since < release.settings.max_s:
             if new:
-                await self._call(lambda releases: releases.resume(reason="users send outcomes again", now=now))
+                reason = "users send outcomes again"
+                await self._call(lambda releases: releases.resume(reason=reason, now=now, by=LOOP))
             return bool(new)
         last_compared = release.settings.compared_shares[-1]
         promotes = self.settings.undecided is Undecided.PROMOTE and release.share == last_compared
@@ -242,10 +260,10 @@ class ProductionLoop:
             promotes = min(one.canary for one in evidence) >= release.settings.subjects
         if promotes or release.share > last_compared:  # all users get it only after it was shown to be better
             reason = f"promoted without a decision: {last.reason}"
-            await self._call(lambda releases: releases.promote(self._store, reason=reason, now=now))
+            await self._call(lambda releases: releases.promote(self._store, reason=reason, now=now, by=LOOP))
         else:
             reason = f"rolled back without a decision: {last.reason}"
-            await self._call(lambda releases: releases.rollback(self._store, reason=reason, now=now))
+            await self._call(lambda releases: releases.rollback(self._store, reason=reason, now=now, by=LOOP))
         self._tell(f"{where}: {reason}")
         return True
 

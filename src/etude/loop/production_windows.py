@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from etude.errors import ConfigError, RunRefused
+from etude.errors import ConfigError, InputError, RunRefused
 from etude.experience import Ledger
 from etude.experience.transitions import State
 from etude.loop.config import RunConfig
@@ -30,7 +31,7 @@ from etude.records.summary import summary_of
 from etude.run import RunFolder
 
 LEAST = 2  # episodes of a window
-SINCE, WINDOW = "production.since", "production.window"  # in the ledger
+SINCE, WINDOW, RELEASES = "production.since", "production.window", "production.releases"  # in the ledger
 _YEAR_S = 366 * 86_400.0
 
 
@@ -116,6 +117,22 @@ class Windows:
     def remember(self, window: Window) -> None:
         """Replace the record of the newest window, durably. Call it in the thread `storage`."""
         self.ledger.transaction(lambda: self.ledger.remember(WINDOW, msgspec.to_builtins(window)))
+
+    def refuse_other_releases(self, path: Path) -> None:
+        """Raise `InputError` if the run's loop used another file of releases before, which still exists.
+
+        Call it in the thread `storage`."""
+        first = self.ledger.recall(RELEASES)
+        if first is not None and first != str(path.resolve()) and Path(first).exists():
+            raise InputError(
+                f"{path} is not the file of this run's releases",
+                f"its endless loop has recorded them in {first}",
+                hint=f"give --releases {first}; to begin a new history, move that file away",
+            )
+
+    def remember_releases(self, path: Path) -> None:
+        """Store which file of releases the run's loop uses. Call it in the thread `storage`."""
+        self.ledger.transaction(lambda: self.ledger.remember(RELEASES, str(path.resolve())))
 
     async def left(self) -> list[str]:
         """Return the ids of the groups of the next step: the first ones that no step has trained on."""
