@@ -13,6 +13,7 @@ line of JSON a case, its name and the error, if there is one; "exact", which nee
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 import traceback
@@ -33,6 +34,10 @@ from etude.models.attention import Packed
 from etude.numerics.native import Native
 from etude.numerics.operators import Operators
 from etude.records.completion import CompletionRequest, Sampling
+from etude.training.config import LiveWeights, Masters, Moments
+from etude.training.muon import Muon
+from etude.training.optimizer import AdamW
+from etude.training.process_group import SINGLE_PROCESS
 
 NAME = "shadow"
 SIZES = ModelConfig(
@@ -85,6 +90,29 @@ def trained(lose: Callable[[torch.Tensor], torch.Tensor]) -> None:
     for name, parameter in made.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.device == parameter.device, name
+
+
+def optimised() -> None:
+    """A step of both optimisers with every state of blocks, kept on the device or in host memory."""
+    states = itertools.product((AdamW, Muon), Masters, Moments, (False, True))
+    for make, masters, moments, offload in states:
+        if masters is Masters.F32 and moments is Moments.F32:
+            continue  # its kernel is the vendor's
+        exchange: dict[str, Any] = {"exchange": SINGLE_PROCESS} if make is Muon else {}
+        optimizer = make(
+            model(torch.bfloat16 if masters is Masters.BF16 else torch.float32),
+            weights=LiveWeights.BF16,
+            weight_decay=0.1,
+            norm=lambda squares: 2.0,  # the real one is a number on the host
+            masters=masters,
+            moments=moments,
+            offload=offload,
+            **exchange,
+        )
+        optimizer.step(1e-3)
+        kept = optimizer.kept.tensors().values()
+        assert {tensor.device.type for tensor in kept} == {"cpu" if offload else NAME}
+        assert optimizer.live.device.type == optimizer.grad.device.type == NAME
 
 
 class CountingRunner(DeviceRunner):
@@ -140,6 +168,7 @@ def refused(call: Callable[[], object], words: str) -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "a training step": lambda: trained(lambda loss: loss),
+    "an optimiser's steps": optimised,
     "an engine's steps": stepped,
     "a tensor of the CPU is refused": lambda: refused(
         lambda: trained(lambda loss: loss + torch.ones(2).sum(0, keepdim=True)), "same device"

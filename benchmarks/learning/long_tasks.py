@@ -40,7 +40,8 @@ def settings_of(way: str, seed: int, start: str, given: Sequence[str]) -> list[s
 
 def row(way: str, seed: int, start: str, given: Sequence[str]) -> Row:
     """Run one way with one seed to its end."""
-    run = start_run(LONG, f"long-{way}-{seed}", settings_of(way, seed, start, given))
+    name, settings = f"long-{way}-{seed}", settings_of(way, seed, start, given)
+    run = start_run(LONG, name, settings, may_learn_nothing=way != MAIN)
     found = summary(run)
     return {
         "way": way,
@@ -50,6 +51,8 @@ def row(way: str, seed: int, start: str, given: Sequence[str]) -> Row:
         "after": brief(found["heldout"]["after"]),
         "baselines": found["baselines"],
         "wall_s": found["wall_s"],
+        "cpu_s": found["cpu_s"],
+        "cores": found["host"]["cores"],
         "parity": found["parity"],
         "start": str((run / "checkpoints" / "mid").resolve()),
     }
@@ -87,7 +90,8 @@ def main() -> None:
             key = {"way": way, "seed": seed, "set": args.set}
             rows.append(journal.once(key, partial(row, way, seed, start, args.set)))
             start = rows[-1]["start"] if way == MAIN else start
-    report("long_tasks", {"config": str(LONG), "settings": args.set, "goal": GOAL, "ways": table(rows), "rows": rows})
+    kept = [{name: fact for name, fact in one.items() if name != "start"} for one in rows]  # a path of this machine
+    report("long_tasks", {"config": str(LONG), "settings": args.set, "goal": GOAL, "ways": table(rows), "rows": kept})
 
 
 if __name__ == "__main__":

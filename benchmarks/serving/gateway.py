@@ -4,7 +4,9 @@ Server, engine and clients are processes of their own, which share the cores. So
 in them. The engine has no model and answers after 30 ms. Clients send whole conversations over HTTP, one request at a
 time each. No two conversations have a message in common, but all have the same tools. `added_ms` is the time of a
 request less the median time of a call of the engine without the server between. `cpu_ms` is the CPU time of the server
-process for a call, `core_wait_ms` the time in which its threads were ready to run and waited for a core.
+process for a call, `core_wait_ms` the time in which its threads were ready to run and waited for a core. With one
+client the CPU time of each call is read: `cpu_p20_ms` and `cpu_p50_ms` say what a call takes while nothing else uses
+the caches and the other half of the core, also on a busy machine.
 
 - `dialects`: 8 clients, conversations of 50 turns and bodies of up to 64 KiB. The engine is a policy in the server's
   process, so this is the gateway alone. `one_client`: the same with a single client, so no request waits for another.
@@ -241,26 +243,29 @@ async def answers(session: aiohttp.ClientSession, url: str) -> bool:
 
 
 async def talk(
-    session: aiohttp.ClientSession, url: str, name: str, turns: int, size: int, dialect: str = "chat", **options: Any
-) -> list[float]:
-    """Hold one conversation with new messages of `size` characters. Returns the milliseconds of each turn."""
+    session: aiohttp.ClientSession, server: Server, name: str, turns: int, dialect: str = "chat", **options: Any
+) -> list[tuple[float, float]]:
+    """Hold one conversation with new messages of `NEW_CHARS` characters. Returns of each turn the milliseconds, and the
+    CPU milliseconds of the server meanwhile."""
     path, field, tools, parameters = SHAPES[dialect]
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"You speak with {name}."}]
     found = []
     for turn in range(turns):
-        messages.append({"role": "user", "content": (f"{name} {turn}: " + PIECE * (size // len(PIECE) + 1))[:size]})
+        text = f"{name} {turn}: " + PIECE * (NEW_CHARS // len(PIECE) + 1)
+        messages.append({"role": "user", "content": text[:NEW_CHARS]})
         asked = {"model": "m", field: messages, "tools": tools, **parameters, **options}
         body = json.dumps(asked).encode()
-        began = time.perf_counter()
-        async with session.post(f"{url}/{path}", data=body, headers={"content-type": "application/json"}) as r:
+        before, began = server.times_ms(), time.perf_counter()
+        async with session.post(f"{server.url}/{path}", data=body, headers={"content-type": "application/json"}) as r:
             answer = await r.read()
-        found.append(1e3 * (time.perf_counter() - began))
+        wall_ms = 1e3 * (time.perf_counter() - began)
+        found.append((wall_ms, float((server.times_ms() - before)[0])))
         assert r.status == 200, answer
         messages.append({"role": "assistant", "content": SAID})
     return found
 
 
-def percentiles(times: list[float], direct_ms: float) -> dict[str, float]:
+def percentiles(times: np.ndarray[Any, Any], direct_ms: float) -> dict[str, float]:
     return {f"p{p}": round(float(np.percentile(times, p)) - direct_ms, 3) for p in (50, 90, 99)}
 
 
@@ -269,19 +274,21 @@ async def talks(
 ) -> dict[str, Any]:
     """Measure the requests of many clients with `num` conversations each."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-        await talk(session, server.url, f"warm {time.time_ns()}", turns, NEW_CHARS, dialect, **options)
+        await talk(session, server, f"warm {time.time_ns()}", turns, dialect, **options)
 
-        async def client(number: int) -> list[float]:
+        async def client(number: int) -> list[tuple[float, float]]:
             await asyncio.sleep(number * ANSWER_S / clients)
             named = (f"{number}.{i} of {time.time_ns()}" for i in range(num))
-            parts = [await talk(session, server.url, name, turns, NEW_CHARS, dialect, **options) for name in named]
+            parts = [await talk(session, server, name, turns, dialect, **options) for name in named]
             return [one for part in parts for one in part]
 
         before = server.times_ms()
         found = [one for part in await asyncio.gather(*(client(i) for i in range(clients))) for one in part]
         cpu_ms, wait_ms = (server.times_ms() - before) / len(found)
-        added_ms = percentiles(found, 1e3 * server.direct_s)
-        return {"added_ms": added_ms, "cpu_ms": round(cpu_ms, 3), "core_wait_ms": round(wait_ms, 3)}
+        walls, cpus = np.array(found).T
+        added_ms = percentiles(walls, 1e3 * server.direct_s)
+        each = {f"cpu_p{p}_ms": round(float(np.percentile(cpus, p)), 3) for p in (20, 50) if clients == 1}
+        return {"added_ms": added_ms, "cpu_ms": round(cpu_ms, 3), "core_wait_ms": round(wait_ms, 3), **each}
 
 
 async def alone(servers: Mapping[str, Server], clients: int, num: int) -> dict[str, dict[str, Any]]:

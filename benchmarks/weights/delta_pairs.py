@@ -199,7 +199,7 @@ class Muon:
             if parameter.ndim > 1 and name.startswith("blocks") and "router" not in name:
                 self.parts.append((slice(at, at + parameter.numel()), parameter.shape))
             at += parameter.numel()
-        self.momentum = torch.zeros_like(self.optimizer.master)
+        self.momentum = torch.zeros_like(self.optimizer.state()["master"])
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -211,13 +211,13 @@ class Muon:
         """What `AdamW.step` does, with another step for the matrices."""
         self.gather()
         ahead = self.optimizer.grad + 0.95 * self.momentum
-        before = self.optimizer.master.clone()
+        before = self.optimizer.state()["master"].clone()
         self.optimizer.step(lr)
         for part, shape in self.parts:
             turned = orthogonal(ahead[part].view(-1, *shape[-2:])).reshape(-1)
             size = lr * 0.2 * math.sqrt(max(shape[-2:]))
-            self.optimizer.master[part] = before[part] * (1 - lr * DECAY) - size * turned
-        self.optimizer.live.copy_(self.optimizer.master.bfloat16())
+            self.optimizer.state()["master"][part] = before[part] * (1 - lr * DECAY) - size * turned
+        self.optimizer.live.copy_(self.optimizer.state()["master"].bfloat16())
 
 
 def orthogonal(x: torch.Tensor) -> torch.Tensor:
@@ -288,7 +288,7 @@ def _split(run: Training) -> list[torch.Tensor]:
     parameters = list(run.model.parameters())
     live = [parameter.data for parameter in parameters]
     sizes = [parameter.numel() for parameter in parameters]
-    for parameter, master in zip(parameters, torch.split(run.optimizer.master, sizes), strict=True):
+    for parameter, master in zip(parameters, torch.split(run.optimizer.state()["master"], sizes), strict=True):
         parameter.data = master.view_as(parameter)
     found = list(hf_views(run.model).values())
     for parameter, data in zip(parameters, live, strict=True):

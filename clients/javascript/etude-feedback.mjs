@@ -51,7 +51,7 @@ export async function sendFeedback(baseUrl, key, responseId, signals, options = 
   });
   const headers = { "content-type": "application/json" };
   if (key) headers.authorization = `Bearer ${key}`;
-  if (user) headers["x-etude-user"] = user;
+  if (user) headers["x-etude-user"] = String.fromCharCode(...new TextEncoder().encode(user)); // UTF-8
   const url = `${baseUrl.replace(/\/+$/, "")}/feedback`;
   const { data } = await answerOf(url, { method: "POST", headers, body }, Date.now() + deadlineMs);
   return Object.fromEntries(names.map((name, i) => [name, data[i].status]));

@@ -149,17 +149,37 @@ def spoil(keys: dict[int, str], rng: random.Random) -> None:
 
 
 @dataclass(frozen=True)
-class Repetitions:
-    """A corpus source: lists of words, each several times. A model learns to copy from them, which takes longest."""
+class Lists:
+    """A corpus source: short texts that a model can only continue by copying words in their order.
 
-    count: int = 14_000
-    most: int = 6  # words of a list
+    In one half, a list of words is repeated at once; in the other half (`notes`) after other lines. The distance of the
+    copies varies, since a model that can copy by a fixed distance knows the keys of a summary, but not their order."""
+
+    count: int = 13_000
 
     def documents(self, seed: int) -> Iterator[str]:
-        rng = random.Random(f"repetitions {seed}")
-        for _ in range(self.count):
-            words = " ".join(rng.choices(WORDS, k=rng.randint(2, self.most)))
-            yield f"keys {words}\n" * 4
+        rng = random.Random(f"lists {seed}")
+        for number in range(self.count):
+            yield notes(rng) if number % 2 else f"keys {' '.join(rng.sample(WORDS, rng.randint(8, 16)))}\n" * 3
+
+
+def notes(rng: random.Random) -> str:
+    """Return four copies of a list of words, with lines of a log between them, some of which add a word to the list.
+
+    Half of the texts end with a statement that returns the list."""
+    words = rng.sample(WORDS, rng.randint(4, 9))
+    known, text = rng.randint(2, len(words)), ""
+    for _ in range(3):
+        text += f"keys {' '.join(words[:known])}\n{other_lines(rng)}"
+        new = words[known : known + rng.choice((0, 0, 1, 1, 2))]
+        text, known = text + "".join(f"key {word}\n{other_lines(rng)}" for word in new), known + len(new)
+    last = " ".join(words[:known])
+    return text + (f'return "{last}"\n' if rng.random() < 0.5 else f"keys {last}\n")
+
+
+def other_lines(rng: random.Random) -> str:
+    """Return some lines of a log without a key."""
+    return "".join(f"{rng.choice(LABELS)} {rng.choice(STATES)}\n" for _ in range(rng.choice((0, 1, 2, 4, 8))))
 
 
 def guess(num_keys: int, rng: random.Random) -> Script:

@@ -58,6 +58,7 @@ class Kind(enum.StrEnum):
     CREDIT = "credit"
     MODEL_FAMILY = "model_family"
     DRAFTER = "drafter"
+    FORECAST = "forecast"
 
     @property
     def noun(self) -> str:
@@ -165,6 +166,13 @@ KINDS = {
         protocol="etude.inference.look_up:Drafter",
         contract="etude.testing.drafters:DrafterContract",
         built_in="etude.inference.config:Speculation",
+    ),
+    Kind.FORECAST: KindFacts(
+        noun="forecast",
+        setting="forecast",
+        protocol="etude.harvest.forecast:Forecast",
+        contract="etude.testing.forecasts:ForecastContract",
+        built_in="etude.harvest.forecast:FORECASTS",
     ),
 }
 

@@ -57,6 +57,7 @@ TORCH_FREE = {
     "production",
     "releases",
     "backups",
+    "harvest",
     "cli",
     *ALONE,
 }

@@ -83,7 +83,9 @@ def test_a_step_larger_than_a_frame_is_trained_and_redone_to_the_bit(game: Any, 
     assert replay_step(run.folder, 2, start=Path("mid")).equal
 
 
-def test_the_files_of_a_step_stay_until_two_checkpoints_lie_behind_it(game: Any, tmp_path: Path) -> None:
+def test_the_files_of_a_step_stay_until_two_checkpoints_lie_behind_it_and_after_the_end(
+    game: Any, tmp_path: Path
+) -> None:
     run = made(game, tmp_path / "r", Players, "rl.steps=4", "rl.checkpoint_every=1")
     groups, kept = run.config.experience.groups_per_step, list[set[int]]()
     checkpoint = Conductor._checkpoint
@@ -97,7 +99,9 @@ def test_the_files_of_a_step_stay_until_two_checkpoints_lie_behind_it(game: Any,
         patched.setattr(Conductor, "_checkpoint", watched)
         reinforced(run)
     assert kept == [set(range(step * groups, (step + 1) * groups)) for step in range(4)]
-    assert rollout_files(run.folder).names() == [], "RL has ended: nothing is trained again"
+    assert {int(name[1:7]) for name in rollout_files(run.folder).names()} == kept[-1], "they stay when RL has ended"
+    with contextlib.closing(Ledger.open_readonly(run.folder / "ledger.sqlite")) as ledger:
+        assert len(ledger.stored_summaries()) == len(rollout_files(run.folder).names())
 
 
 def test_rollouts_are_compared_with_the_reference_piece_by_piece_and_come_out_the_same(

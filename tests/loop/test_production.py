@@ -21,6 +21,7 @@ from etude.errors import ConfigError, Exit, RunRefused
 from etude.experience import Ledger
 from etude.experience.transitions import State
 from etude.loop.production import NO_CONSENT, ProductionTrainer
+from etude.loop.production_windows import Windows
 from etude.loop.replay import replay_step
 from etude.privacy import CaptureWriter, Level, PrivacyFolder, Subject
 from etude.production import LearnSettings
@@ -83,9 +84,9 @@ class Product:
             conductor.close()  # its ledger: the trainer writes it now
             with PrivacyFolder(self.privacy) as folder:
                 run, config = self.run.folder, self.run.config
-                made = (run, config, settings, conductor.telemetry, conductor.processes, folder, self.signals)
-                with contextlib.closing(ProductionTrainer(*made)) as trainer:
-                    yield trainer
+                made = Windows(run, config, settings, folder, self.signals, log=print)
+                with contextlib.closing(made) as windows:
+                    yield ProductionTrainer(windows, conductor.telemetry, conductor.processes)
 
     async def learn(self, steps: int, settings: LearnSettings = SETTINGS) -> list[tuple[int, Version, dict[str, Any]]]:
         made = list[tuple[int, Version, dict[str, Any]]]()
@@ -153,7 +154,9 @@ def test_a_step_waits_for_settled_episodes_and_for_no_more_of_one_user_than_its_
             async with asyncio.timeout(300):
                 while not told:  # noqa: ASYNC110  the other task makes it
                     await asyncio.sleep(0.02)
-            assert told == ["2 of 4 episodes: 6 with a signal that counts, 6 settled, 6 in all"]
+            assert told == [
+                "window 1: 2 of 4 episodes settled, no deadline (6 with a signal that counts, 6 settled, 6 in all)"
+            ]
             product.serve(["bob", "eve"], [1.0, 0.0])
             async with asyncio.timeout(600):
                 await work
@@ -256,7 +259,7 @@ def test_a_run_whose_rl_has_not_ended_and_steps_larger_than_its_ledger_are_refus
         asyncio.run(refused(product, SETTINGS))
     (tmp_path / "done").mkdir()
     done = finished(tmp_path / "done")
-    with pytest.raises(ConfigError, match="slots"):
+    with pytest.raises(ConfigError, match="larger than the run"):
         asyncio.run(refused(done, LearnSettings(outcomes={"kept": 1.0}, episodes=4096)))
 
 
@@ -304,7 +307,7 @@ def test_the_commands_of_the_guide_serve_a_run_take_feedback_and_learn_from_it(
     where = ["runs/game", "--privacy", "privacy", "--feedback", "feedback.sqlite", "--settings", "learn.toml"]
     learnt = command("learn", *where, "--steps", "1", "--poll-s", "0.1")
     assert learnt.returncode == 0, learnt.stderr
-    assert "step 2: 8 episodes, mean reward 0.500, v000002" in learnt.stdout
+    assert "window 1: step 2: 8 episodes, mean reward 0.500, v000002" in learnt.stdout
     assert command("ledger", "audit", "runs/game").returncode == 0
     assert command("fsck", "runs/game").returncode == 0
     events = (tmp_path / "runs" / "game" / "events" / "conductor.jsonl").read_text().splitlines()
@@ -314,7 +317,9 @@ def test_the_commands_of_the_guide_serve_a_run_take_feedback_and_learn_from_it(
     erased = command("privacy", "erase", "local/user-0", "--run", "runs/game")
     assert "in the batch of step 2, trained into v000002" in erased.stdout, erased.stderr
     waiting = command.start("learn", *where, "--poll-s", "0.1")
-    assert waiting.stdout.readline() == "waiting: 0 of 8 episodes: 0 with a signal that counts, 0 settled, 0 in all\n"
+    assert waiting.stdout.readline() == (
+        "window 2: 0 of 8 episodes settled, no deadline (0 with a signal that counts, 0 settled, 0 in all)\n"
+    )
     waiting.send_signal(signal.SIGINT)
     waiting.communicate(timeout=300)
     assert waiting.returncode == Exit.INTERRUPTED

@@ -16,7 +16,7 @@ from tests.tiers import first_few
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig
-from etude.models.components import ClampedSwiglu, Latent, Routing, Scores
+from etude.models.components import ClampedSwiglu, GatedDelta, Latent, Routing, Scores
 from etude.numerics.exact import matmul
 from etude.numerics.exact.operators import Exact
 from etude.numerics.native import Native
@@ -40,12 +40,23 @@ GLM = dataclasses.replace(
 GPT_OSS = dataclasses.replace(
     QWEN, family="gpt_oss", attention_bias=True, sliding_layers=(0,), sliding_window=24, swiglu=ClampedSwiglu(limit=0.5)
 )
-FAMILIES = {"qwen3-moe": QWEN, "gpt-oss": GPT_OSS, "deepseek-v3": DEEPSEEK, "olmoe": OLMOE, "glm4-moe": GLM}
+NEXT = dataclasses.replace(
+    QWEN, family="qwen3_next", num_layers=3, num_shared=2, rotary_dim=8, linear_layers=(0, 2),
+    linear=GatedDelta(key_heads=2, value_heads=4, key_dim=13, value_dim=9),
+)  # fmt: skip
+FAMILIES = {
+    "qwen3-next": NEXT,
+    "qwen3-moe": QWEN,
+    "gpt-oss": GPT_OSS,
+    "deepseek-v3": DEEPSEEK,
+    "olmoe": OLMOE,
+    "glm4-moe": GLM,
+}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (3, 17, 70, 150, 201)
 NUM = 12
 every_model = pytest.mark.parametrize(
-    ("family", "dtype"), first_few(itertools.product(FAMILIES, DTYPES), 13), ids=lambda v: str(v).removeprefix("torch.")
+    ("family", "dtype"), first_few(itertools.product(FAMILIES, DTYPES), 16), ids=lambda v: str(v).removeprefix("torch.")
 )
 
 
@@ -109,7 +120,8 @@ def test_a_fork_changes_no_bit(family: str, dtype: torch.dtype) -> None:
 
     forked, branch = asyncio.run(story())
     (alone,) = sampled(model, [branch])
-    assert (forked.num_cached >= 79, alone.num_cached) == (True, 0)
+    least = 64 if model.config.linear_layers else 79  # states are kept at multiples of 16 tokens
+    assert (forked.num_cached >= least, alone.num_cached) == (True, 0)
     assert said([forked]) == said([alone])
     assert np.array_equal(forked.routes, alone.routes)
 
@@ -120,7 +132,7 @@ def test_siblings_that_share_a_prompt_have_the_bits_of_each_alone(family: str, d
     system, *own = prompts(model.config, (150, 3, 40, 17, 1))
     requests = [asked(i, np.concatenate([system, more]), tokens=6) for i, more in enumerate(own)]
     alone = [sampled(model, [request], share_prefixes=False)[0] for request in requests]
-    shared = sampled(model, requests)
+    shared = sampled(model, requests, chunk_tokens=50)
     assert [done.num_cached for done in alone] == [0, 0, 0, 0]
     assert [done.num_cached for done in shared] == [0, 150, 150, 150]
     assert said(shared) == said(alone)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.tiers import first_few
 from tests.unit.models.test_stacked_experts import SIZES as STACKED
 from tests.unit.models.test_stacked_experts import in_mxfp4
@@ -19,6 +19,7 @@ from tests.unit.models.test_stacked_experts import in_mxfp4
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.models import Transformer, load_model, save_model
+from etude.models.headers import report_unused_layers
 from etude.numerics import Native
 from etude.records import CompletionRequest, Sampling, Version
 
@@ -28,6 +29,8 @@ with warnings.catch_warnings():
         AutoModelForCausalLM,
         DeepseekV3Config,
         DeepseekV3ForCausalLM,
+        DeepseekV32Config,
+        DeepseekV32ForCausalLM,
         Glm4MoeConfig,
         Glm4MoeForCausalLM,
         GptOssConfig,
@@ -43,10 +46,16 @@ with warnings.catch_warnings():
         PreTrainedModel,
         Qwen2Config,
         Qwen2ForCausalLM,
+        Qwen3_5MoeConfig,
+        Qwen3_5MoeForCausalLM,
+        Qwen3_5MoeForConditionalGeneration,
+        Qwen3_5MoeTextConfig,
         Qwen3Config,
         Qwen3ForCausalLM,
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
     )
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -94,7 +103,21 @@ GLM = {
 }
 MINIMAX = {**MIXTRAL, "rotary_dim": 8}
 GPT_OSS = {**MIXTRAL, "sliding_window": 7, "swiglu_limit": 0.8}
+TWO = ["linear_attention", "full_attention"]
 MANY = {"num_hidden_layers": 2, "num_experts_per_tok": 8}
+NEXT = {
+    **MOE,
+    "shared_expert_intermediate_size": 40,
+    "partial_rotary_factor": 0.5,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 29,
+    "linear_value_head_dim": 22,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+QWEN35 = {key: value for key, value in NEXT.items() if key not in ("norm_topk_prob", "intermediate_size")}
+DEEPSEEK32 = {**DEEPSEEK, "index_n_heads": 3, "index_head_dim": 12, "index_topk": 64}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -125,6 +148,9 @@ def variant(kind: type[PreTrainedModel], sizes: dict[str, Any], layers_with_rout
         Glm4MoeForCausalLM: Glm4MoeConfig,
         MiniMaxM2ForCausalLM: MiniMaxM2Config,
         GptOssForCausalLM: GptOssConfig,
+        Qwen3NextForCausalLM: Qwen3NextConfig,
+        Qwen3_5MoeForCausalLM: Qwen3_5MoeTextConfig,
+        DeepseekV32ForCausalLM: DeepseekV32Config,
     }
     return Variant(kind, configs[kind](**{**sizes, **changed}), layers_with_router)
 
@@ -170,7 +196,27 @@ VARIANTS = {
     "glm4-moe": variant(Glm4MoeForCausalLM, GLM, 2),
     "minimax-m2": variant(MiniMaxM2ForCausalLM, MINIMAX, 3),
     "gpt-oss": variant(GptOssForCausalLM, GPT_OSS, 3),
+    "qwen3-next": variant(Qwen3NextForCausalLM, NEXT, 3),
+    "qwen3.5-moe": variant(Qwen3_5MoeForCausalLM, QWEN35, 3),
+    "deepseek-v3.2": variant(DeepseekV32ForCausalLM, DEEPSEEK32, 2),
     **(FURTHER := {
+        "qwen3-next gates as they are, tied, one dense layer, a key head for each value head, yarn": variant(
+            Qwen3NextForCausalLM, NEXT, 2, norm_topk_prob=False, tie_word_embeddings=True, mlp_only_layers=[1],
+            linear_num_key_heads=6, rope_parameters={**YARN, "partial_rotary_factor": 0.5},
+        ),
+        "qwen3-next three of four layers linear": variant(
+            Qwen3NextForCausalLM, NEXT, 4, layer_types=None, num_hidden_layers=4, linear_conv_kernel_dim=2
+        ),
+        "qwen3-next 512 experts": variant(
+            Qwen3NextForCausalLM, {**NEXT, "layer_types": TWO}, 2, num_experts=512, moe_intermediate_size=4,
+            **{**MANY, "num_experts_per_tok": 10},
+        ),
+        "qwen3.5-moe 256 experts": variant(
+            Qwen3_5MoeForCausalLM, {**QWEN35, "layer_types": TWO}, 2, num_experts=256, moe_intermediate_size=4, **MANY
+        ),
+        "deepseek-v3.2 yarn, all layers with experts": variant(
+            DeepseekV32ForCausalLM, DEEPSEEK32, 3, first_k_dense_replace=0, rope_parameters=DEEPSEEK_YARN
+        ),
         "gpt-oss full attention, no biases of it, tied, llama3": variant(
             GptOssForCausalLM, GPT_OSS, 3, layer_types=["full_attention"] * 3, attention_bias=False,
             tie_word_embeddings=True, rope_parameters=LLAMA3,
@@ -214,7 +260,7 @@ VARIANTS = {
 EACH = first_few(VARIANTS, len(VARIANTS) - len(FURTHER))
 FEW = [
     "qwen3-moe every second layer", "qwen3 tied, yarn", "deepseek-v3 yarn", "olmoe", "mixtral", "glm4-moe",
-    "minimax-m2", "gpt-oss", "llama, llama3", "qwen2",
+    "minimax-m2", "gpt-oss", "llama, llama3", "qwen2", "qwen3-next", "qwen3.5-moe", "deepseek-v3.2",
 ]  # fmt: skip
 
 
@@ -227,11 +273,13 @@ class Saved(dict[str, Path]):
 
     def __missing__(self, name: str) -> Path:
         torch.manual_seed(list(VARIANTS).index(name))
-        model = VARIANTS[name].kind(VARIANTS[name].config)
+        kind = VARIANTS[name].kind
+        model = kind(VARIANTS[name].config)
+        centred = kind in (Qwen3NextForCausalLM, Qwen3_5MoeForCausalLM)
         with torch.no_grad():
             for key, value in model.state_dict().items():
                 if "norm" in key:
-                    value.copy_(1 + 0.2 * torch.randn(value.shape))
+                    value.copy_((0.0 if centred and "linear_attn" not in key else 1.0) + 0.2 * torch.randn(value.shape))
                 elif key.endswith(("bias", "sinks")):
                     value.copy_(0.3 * torch.randn(value.shape))
                 else:
@@ -315,3 +363,36 @@ def test_transformers_reads_saved_checkpoints_and_saving_twice_gives_the_same_by
         before, after = (theirs(folder)(TOKENS[None]).logits for folder in (saved[name], tmp_path / "ours"))
     assert torch.equal(before, after)
     assert load_model(tmp_path / "ours").config == load_model(saved[name]).config
+
+
+PROJECTIONS = ("gate", "up", "down")
+VISION = {
+    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 32, "patch_size": 4,
+    "spatial_merge_size": 1, "temporal_patch_size": 1, "num_position_embeddings": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@torch.no_grad()
+def test_of_a_model_for_images_the_text_model_is_read_and_the_rest_is_named(tmp_path: Path, stacked: bool) -> None:
+    torch.manual_seed(0)
+    config = Qwen3_5MoeConfig(text_config=QWEN35, vision_config=VISION)
+    reference = Qwen3_5MoeForConditionalGeneration(config).eval()
+    reference.save_pretrained(tmp_path / "images")
+    stored = load_file(tmp_path / "images" / "model.safetensors")
+    assert any(name.startswith("model.visual.") for name in stored)
+    if stacked:  # as Qwen's own checkpoints have experts
+        for layer in range(3):
+            at = f"model.language_model.layers.{layer}.mlp.experts."
+            parts = {kind: [stored.pop(f"{at}{e}.{kind}_proj.weight") for e in range(6)] for kind in PROJECTIONS}
+            both = [torch.cat(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
+            stored |= {f"{at}gate_up_proj": torch.stack(both), f"{at}down_proj": torch.stack(parts["down"])}
+        save_file(stored, tmp_path / "images" / "model.safetensors", metadata={"format": "pt"})
+    model = load_model(tmp_path / "images").eval()
+    expected = reference(input_ids=TOKENS[None]).logits[0]
+    assert distance(model.run(TOKENS).logits, expected) <= 1e-5
+    said: list[str] = []
+    report_unused_layers(tmp_path / "images", model.config, said.append)
+    assert "model.visual (" in said[0]
+    save_model(model, tmp_path / "text", dtype="f32", assets=tmp_path / "images")
+    assert distance(theirs(tmp_path / "text")(TOKENS[None]).logits[0], expected) <= 1e-5

@@ -21,6 +21,7 @@ from etude.corpus import CorpusConfig
 from etude.errors import ConfigError, ConfigErrors, Exit, PluginError, PluginRefused, RunRefused, TaskError
 from etude.harness import Call, Episode, HarnessConfig, RequestOptions, Workbench, standard_tools
 from etude.harness.programs import run_plugin
+from etude.harvest import HarvestConfig
 from etude.loop.config import RunConfig, check_same_plugins, open_tasks
 from etude.loop.corpus import _play
 from etude.models.config import OWN_FAMILIES
@@ -51,6 +52,7 @@ EXAMPLES = {
     "examples.plugins.credit:ByRank": Kind.CREDIT,
     "examples.plugins.model_family:AcmeMoe": Kind.MODEL_FAMILY,
     "examples.plugins.drafters:Bigrams": Kind.DRAFTER,
+    "examples.plugins.forecasts:LargestOfLate": Kind.FORECAST,
 }
 LOSS = """
 from dataclasses import dataclass
@@ -720,7 +722,7 @@ def test_the_guides_class_and_its_settings_are_so(tmp_path, monkeypatch, capsys)
     assert "8 of 8 passed" in capsys.readouterr().out
     used = set()
     for config in (tomllib.loads(text) for kind, text in blocks if kind == "toml"):
-        kind = CorpusConfig if "sources" in config else RunConfig
+        kind = CorpusConfig if "sources" in config else HarvestConfig if "forecast" in config else RunConfig
         for place, plugin in plugins_in(build(kind, config)):
             make(kind_at(place), plugin, where=place)
             used.add(kind_at(place))

@@ -47,6 +47,13 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(Exit.BAD_INPUT)
 
 
+def reason(text: str) -> str:
+    """Convert an argument to the reason of a decision, which is not empty."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("a reason is empty: say in some words why")
+    return text.strip()
+
+
 def positive(text: str) -> int:
     """Convert an argument to an integer of at least 1."""
     if not text.isdigit() or int(text) < 1:

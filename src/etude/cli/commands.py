@@ -208,6 +208,17 @@ def _add_plan_command(commands: Commands[Parser]) -> None:
     plan.add_argument(
         "--against", type=Path, metavar="RUN", help="use the rollout statistics of a run, and compare the plan with it"
     )
+    plan.add_argument(
+        "--balance",
+        action="store_true",
+        help="how many devices for rollouts the learner needs, and what that depends on (not for cpu)",
+    )
+    plan.add_argument(
+        "--production",
+        type=Path,
+        metavar="TOML",
+        help="settings of a production fleet: print how many of its engines can be lent to rollouts on average",
+    )
     plan.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -323,6 +334,7 @@ def _add_dash_command(commands: Commands[Parser]) -> None:
     )
     dash.add_argument("--releases", type=Path, metavar="FILE", help="also show the releases in this file")
     dash.add_argument("--privacy", type=Path, metavar="DIR", help="also show the counts of this folder of consent")
+    dash.add_argument("--feedback", type=Path, metavar="FILE", help="also show the signals in this file, by version")
     dash.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     dash.add_argument("--port", type=port, default=8080, help="port to listen on (default: %(default)s)")
     dash.add_argument("--key", help="key that browsers must send as password (default: $ETUDE_API_KEY, else none)")

@@ -20,12 +20,22 @@ def add_learn_command(commands: Commands[Parser]) -> None:
     learn.add_argument("--settings", type=Path, required=True, metavar="FILE", help="the settings of learning (TOML)")
     add_set(learn)
     learn.add_argument(
+        "--releases",
+        type=Path,
+        metavar="FILE",
+        help="release each window's version: gate, canary, promotion or rollback, then the next window",
+    )
+    number = learn.add_mutually_exclusive_group()
+    number.add_argument(
         "--steps", type=positive, metavar="N", help="end after this number of steps (default: go on until Ctrl-C)"
+    )
+    number.add_argument(
+        "--cycles", type=positive, metavar="N", help="with --releases: end after the release of this number of windows"
     )
     learn.add_argument(
         "--poll-s",
         type=within(0.01, 86_400),
         default=60.0,
         metavar="S",
-        help="how often new answers are looked for, in seconds (default: %(default)g)",
+        help="seconds between checks for new answers (default: %(default)g)",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from etude.cli.arguments import Commands, Parser, add, add_channel, add_set, group, place
+from etude.cli.arguments import Commands, Parser, add, add_channel, add_set, group, place, reason
 from etude.cli.commands_feedback import add_folder
 
 
@@ -37,7 +37,9 @@ def add_release_commands(commands: Commands[Parser]) -> None:
     resume = add(release, "resume", "releases:resume", "continue with a release that was held")
     rollback = add(release, "rollback", "releases:rollback", "give all users the version from before")
     for parser in (promote, hold, resume, rollback):
-        parser.add_argument("--reason", required=True, metavar="TEXT", help="why; etude release why shows it")
+        parser.add_argument(
+            "--reason", type=reason, required=True, metavar="TEXT", help="why; etude release why shows it"
+        )
     for parser in (begin, advance, promote, rollback):
         parser.add_argument(
             "--key", type=Path, metavar="FILE", help="the private key that signs the channel's pointers"

@@ -27,7 +27,11 @@ def dash(args: argparse.Namespace) -> int:
     from etude.gateway import Keys
     from etude.loop import event_loop
 
-    for path, option in ((args.releases, "--releases"), (args.privacy, "--privacy")):
+    for path, option in (
+        (args.releases, "--releases"),
+        (args.privacy, "--privacy"),
+        (args.feedback, "--feedback"),
+    ):
         if path is not None and not path.exists():
             raise InputError(f"{option}: {path} does not exist", hint="give an existing one, or leave the option out")
     key = args.key or os.environ.get("ETUDE_API_KEY")
@@ -36,7 +40,7 @@ def dash(args: argparse.Namespace) -> int:
         raise InputError("--keys and --key cannot be used together", "the file of --keys has all keys", hint=hint)
     keys = Keys.read(args.keys) if args.keys else Keys.of(key) if key else None
     runs = Runs(_place(args.run), readers())
-    pages = Dash(runs, releases=args.releases, privacy=args.privacy)
+    pages = Dash(runs, releases=args.releases, privacy=args.privacy, feedback=args.feedback)
     os.nice(NICENESS)
     with contextlib.suppress(asyncio.CancelledError):
         event_loop.run(_serve(pages, args, keys))

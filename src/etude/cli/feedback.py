@@ -110,9 +110,12 @@ def erase(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def opened_feedback(
-    path: Path, capture: Path | None, *, keep_days: float = 90.0, cap: int = 1000
+    path: Path, capture: Path | None, *, keep_days: float = 90.0, cap: int = 1000, create: bool = False
 ) -> Iterator[FeedbackFile]:
-    """Open a file of signals with its privacy folder: `capture`, or where it was when the file was last used.
+    """Open a file of signals (feedback), and the privacy folder that has the answers which the signals are about.
+
+    - `capture`: the privacy folder; None: the one with which the file was last used.
+    - `create`: whether to create a file that does not exist; this needs `capture`.
 
     Raises `InputError`, `PrivacyError`."""
     folder = capture or FeedbackFile.privacy_of(path)
@@ -121,4 +124,4 @@ def opened_feedback(
         raise InputError(f"{folder} is not a folder of consent", hint=hint)
     with contextlib.ExitStack() as stack:
         privacy = None if folder is None else stack.enter_context(PrivacyFolder(folder))
-        yield stack.enter_context(FeedbackFile(path, privacy=privacy, keep_days=keep_days, cap=cap))
+        yield stack.enter_context(FeedbackFile(path, privacy=privacy, keep_days=keep_days, cap=cap, create=create))

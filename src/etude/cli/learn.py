@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import signal
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from etude.cli.feedback import opened_feedback
 from etude.cli.locations import open_run
+from etude.config import plugins_in
 from etude.errors import EtudeError, Exit, InputError
+from etude.plugins import check_all
 from etude.privacy import PrivacyFolder
 from etude.production import LearnSettings, read_settings
 from etude.production.outcomes import Values
 from etude.records import Version
+from etude.releases import Outcome
+from etude.releases.feedback import outcomes_of
+from etude.releases.settings import read_settings as read_release
 from etude.run import RunFolder
 from etude.signals import FeedbackFile
 from etude.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from etude.loop.production_windows import Windows
 
 _AT_ONCE = 1000  # ids of one query
 
@@ -37,17 +47,38 @@ class FeedbackSignals:
                 found.setdefault(one.name, []).append(one.value)
         return found
 
+    def outcomes(self, since: float, metrics: Collection[str]) -> Iterable[Outcome]:
+        """Yield the signals about answers that began at `since` (Unix time in s) or later, for the canary of a
+        release."""
+        return outcomes_of(self._file.signals(since=since), metrics)
+
 
 def learn(args: argparse.Namespace) -> int:
-    """Train a run on captured answers and signals about them until `--steps` are made, or until Ctrl-C. Returns the
-    exit code."""
+    """Train a run on captured answers and on signals about them, for `--steps` steps or until Ctrl-C.
+
+    With `--releases`, each window of episodes is trained on, and the new version is released. Returns the exit code."""
     run, settings = open_run(args.run), read_settings(args.settings, args.set)
+    if args.releases is None and args.cycles is not None:
+        raise InputError(
+            "--cycles needs --releases", "it counts windows that were released", hint="add --releases FILE"
+        )
+    if args.releases is not None and args.steps is not None:
+        hint = "give --cycles N for the number of windows, and steps in the section [loop] of --settings"
+        facts = "a release always has all steps of its window"
+        raise InputError("--steps cannot be used with --releases", facts, hint=hint)
     if not (args.privacy / "consent.sqlite").is_file():
         hint = "give the folder of etude serve --capture; etude privacy set creates it"
         raise InputError(f"{args.privacy} is not a folder of consent and captured answers", hint=hint)
+    _check_plugins(run)
     run.lock()
     try:
-        with PrivacyFolder(args.privacy) as folder, opened_feedback(args.feedback, args.privacy) as file:
+        new = args.releases is not None and not args.feedback.is_file()  # etude serve needs the file of releases first
+        with (
+            PrivacyFolder(args.privacy) as folder,
+            opened_feedback(args.feedback, args.privacy, create=new) as file,
+        ):
+            if new:
+                print(f"feedback: there was no {args.feedback}; it is created", flush=True)
             from etude.loop import event_loop
 
             interrupted = event_loop.run(_learn(run, settings, folder, FeedbackSignals(file), args))
@@ -61,46 +92,72 @@ def learn(args: argparse.Namespace) -> int:
     return Exit.INTERRUPTED if interrupted else Exit.DONE
 
 
+def _check_plugins(run: RunFolder) -> None:
+    """Raise `RunRefused` if a plug-in of the run has other code than its steps so far used."""
+    from etude.loop.config import check_same_plugins, read_config
+
+    check_same_plugins(run, check_all(list(dict.fromkeys(plugins_in(read_config(run))))), accept=False)
+
+
 async def _learn(
     run: RunFolder, settings: LearnSettings, folder: PrivacyFolder, signals: FeedbackSignals, args: argparse.Namespace
 ) -> bool:
-    """Run the trainer. Returns whether a signal stopped it."""
+    """Run the trainer or the endless loop. Returns whether a signal stopped it."""
     from etude.loop.config import read_config
-    from etude.loop.production import learn as train
-
-    def on_step(step: int, version: Version, facts: dict[str, Any]) -> None:
-        reward, number = facts["reward_mean"], facts["num_groups"]
-        print(f"step {step}: {number} episodes, mean reward {reward:.3f}, {version}", flush=True)
-        print(f"  release it: etude release begin {run.path} {step} --settings FILE", flush=True)
+    from etude.loop.production_windows import Windows
 
     telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
-    work = asyncio.create_task(
-        train(
-            run,
-            read_config(run),
-            settings,
-            telemetry,
-            folder,
-            signals,
-            steps=args.steps,
-            poll_s=args.poll_s,
-            on_step=on_step,
-            on_wait=lambda why: print(f"waiting: {why}", flush=True),
-        )
-    )
+
+    def log(words: str) -> None:
+        telemetry.event("ledger", reason=words)
+
     stopped = False
-
-    def stop() -> None:
-        nonlocal stopped
-        stopped = True
-        work.cancel()
-
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop)
     try:
-        await work
-    except asyncio.CancelledError:
-        if not stopped:
-            raise
+        with contextlib.closing(Windows(run, read_config(run), settings, folder, signals, log=log)) as windows:
+            work = asyncio.create_task(_work(windows, signals, telemetry, args))
+
+            def stop() -> None:
+                nonlocal stopped
+                stopped = True
+                work.cancel()
+
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop)
+            try:
+                await work
+            except asyncio.CancelledError:
+                if not stopped:
+                    raise
     finally:
         telemetry.close()
     return stopped
+
+
+async def _work(windows: Windows, signals: FeedbackSignals, telemetry: Telemetry, args: argparse.Namespace) -> None:
+    from etude.loop.production import learn as train
+    from etude.loop.production_loop import ProductionLoop
+    from etude.loop.run_in_thread import run_in_thread
+    from etude.loop.suites import check_suite
+
+    def tell(line: str) -> None:
+        print(line, flush=True)
+
+    def on_step(step: int, version: Version, facts: dict[str, Any]) -> None:
+        reward, number, window = facts["reward_mean"], facts["num_groups"], facts["window"]
+        tell(f"window {window}: step {step}: {number} episodes, mean reward {reward:.3f}, {version}")
+        if args.releases is None:
+            tell(f"  release it: etude release begin {windows.run.path} {step} --settings FILE")
+
+    if args.releases is None:
+        await train(windows, telemetry, steps=args.steps, poll_s=args.poll_s, on_step=on_step, on_wait=tell)
+        return
+    if windows.settings.loop is None:
+        what, facts = "the settings have no section [loop]", "it names the settings of the releases"
+        raise InputError(what, facts, hint='write [loop] and release = "release.toml" in the file of --settings')
+    release = read_release(windows.settings.loop.release)
+    for gate in release.gate:
+        await run_in_thread(partial(check_suite, gate.suite, windows.run))  # before hours of training
+    loop = ProductionLoop(windows, release, telemetry, signals.outcomes, args.releases, poll_s=args.poll_s, tell=tell)
+    try:
+        await loop.forever(args.cycles, on_step=on_step)
+    finally:
+        await loop.close()

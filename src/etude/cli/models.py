@@ -11,7 +11,7 @@ from etude.models.config import FAMILY_NAMES, ModelConfig, ModelFamily, family_o
 from etude.models.config_json import MTP_KEY
 from etude.models.headers import unused_layers
 from etude.models.inspection import Inspection, inspect
-from etude.plan.arithmetic import active_parameters, kv_bytes_token
+from etude.plan.arithmetic import active_parameters, kv_bytes_token, state_bytes
 
 MOST_LINES = 12
 """Problems that `check` prints; the others are counted."""
@@ -70,7 +70,8 @@ def _described(found: Inspection) -> dict[str, str]:
         layers = {} if c is None else unused_layers(found.folder, c)
         if layers:
             dropped = ", ".join(f"{layer} ({number(count, 'tensor')})" for layer, count in layers.items())
-            lines["dropped"] = f"{dropped}: config.json has {MTP_KEY} = {c.mtp_heads if c else 0}"
+            heads = f": config.json has {MTP_KEY} = {c.mtp_heads if c else 0}"
+            lines["dropped"] = dropped + (heads if any(layer.startswith("model.layers.") for layer in layers) else "")
     return lines | {"ranks": _ranks(family.tiny() if c is None else c), "engines": _engines(family)}
 
 
@@ -83,7 +84,13 @@ def _sizes(c: ModelConfig) -> str:
         shared = f" and {c.num_shared} shared" if c.num_shared else ""
         words.append(f"{c.num_moe_layers} with {c.num_experts} experts, {c.top_k}{shared} per token")
     words.append(f"{c.num_heads} heads, {c.cache_layout.heads} of keys and values")
-    return "; ".join([*words, f"{c.context_tokens} positions"])
+    if c.linear is not None:
+        kept = f"a state of {size(state_bytes(c))} for each sequence"
+        words.append(f"{number(len(c.linear_layers), 'gated delta layer')} of {c.linear.value_heads} heads, {kept}")
+    words.append(f"{c.context_tokens} positions")
+    if c.latent is not None and c.latent.indexer is not None:
+        words.append(f"contexts of at most {c.latent.indexer.top_k} tokens, where its attention is dense")
+    return "; ".join(words)
 
 
 def _refused(family: ModelFamily) -> list[str]:
@@ -95,7 +102,7 @@ def _refused(family: ModelFamily) -> list[str]:
 
 
 def _ranks(c: ModelConfig) -> str:
-    why = c.attention.undivided
+    why = c.undivided
     kinds = ["data", *(["expert"] if c.num_experts else []), *([] if why else ["tensor"])]
     return f"{', '.join(kinds)} parallelism" + (f"; not tensor parallelism: {why}" if why else "")
 

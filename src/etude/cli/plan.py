@@ -14,9 +14,11 @@ from typing import Any
 from rich.table import Table
 
 from etude.cli.locations import console, open_run
-from etude.config import overridden, read, to_toml
+from etude.config import load, overridden, read, to_toml
 from etude.dashboard.formatting import number
 from etude.errors import CheckpointError, ConfigError, EtudeError, Exit, NoCheckpoint, nearest
+from etude.harvest import HarvestConfig, harvested
+from etude.harvest.config import Harvested
 from etude.inference.config import EngineKind, devices_of
 from etude.loop.config import RunConfig
 from etude.loop.limits import build_config
@@ -37,10 +39,13 @@ from etude.plan import (
     engine_remedies,
     learner_remedies,
     plan,
+    sensitivity,
 )
+from etude.plan.arithmetic import CODE_BYTES, FLOAT32_BYTES
+from etude.plan.balance import Balance
 from etude.plan.hardware import MATRIX_BYTES
 from etude.scratch import ScratchDirectory
-from etude.training.config import LiveWeights, OptimizerKind
+from etude.training.config import LearnerConfig, LiveWeights, Masters, Moments, OptimizerKind
 
 CALIBRATE_S = 300.0
 
@@ -49,6 +54,9 @@ def print_plan(args: argparse.Namespace) -> int:
     """Print a plan; with `--against` also compare it with the measurements of a run. Returns the exit code.
 
     Raises `EtudeError` if the memory is not sufficient, with settings that would fit."""
+    if args.balance and args.hardware == "cpu":
+        facts = "learner and engines share the cores of this machine"
+        raise ConfigError("--balance needs accelerators", facts, hint="name them, as in --hardware h200")
     config = _config(args)
     model = _model(config)
     check_rank(model, config.learner.lora_rank)
@@ -61,10 +69,14 @@ def print_plan(args: argparse.Namespace) -> int:
     hardware = replace(hardware, dollars_h=prices.get(args.hardware, hardware.dollars_h))
     engines_on = _engines_on(args, hardware, prices)
     found = plan(model, shape, layout, hardware, engines_on)
+    balances = _balances(args, model, shape, layout, hardware, engines_on)
+    lent = harvested(load(args.production, HarvestConfig)) if args.production is not None else None
     cores = hardware.cores if isinstance(hardware, Measured) else 0
     beside = steps.compare(found, cores) if steps is not None and cores else {}
     if args.json:
         result = {"shape": asdict(shape), "layout": asdict(layout), "hardware": asdict(hardware), "plan": found.plain()}
+        result |= {"balance": {name: asdict(one) for name, one in balances.items()}} if balances else {}
+        result |= {"production": asdict(lent)} if lent is not None else {}
         print(json.dumps({**result, "against": {n: {"planned": p, "measured": m} for n, (p, m) in beside.items()}}))
         return _require_memory(model, layout, found)
     code = _require_memory(model, layout, found)
@@ -72,7 +84,48 @@ def print_plan(args: argparse.Namespace) -> int:
     screen.print(_table(found, shape, layout, hardware))
     if beside:
         screen.print(_compared(beside))
+    if balances:
+        screen.print(_balanced(balances))
+    if lent is not None:
+        screen.print(_beside_production(lent, balances))
     return code
+
+
+def _balances(
+    args: argparse.Namespace,
+    model: ModelConfig,
+    shape: Shape,
+    layout: Layout,
+    hardware: Device | Measured,
+    engines_on: Device | None,
+) -> dict[str, Balance]:
+    """The balance of devices and its variations, with `--balance`."""
+    if not args.balance or isinstance(hardware, Measured):
+        return {}
+    return sensitivity(model, shape, layout, hardware, engines_on)
+
+
+def _balanced(balances: dict[str, Balance]) -> Table:
+    table = Table("rollouts : training", "devices", "engines", "decoding batch", "a step, planned / simulated")
+    for name, one in balances.items():
+        if not one.engines:
+            table.add_row(name, "none is enough", "", "", "one rollout takes longer than the learner")
+            continue
+        error = f"{one.planned_s / one.simulated_s - 1:+.0%}"
+        times = f"{_seconds(one.planned_s)} / {_seconds(one.simulated_s)} ({error})"
+        table.add_row(name, f"{one.ratio:.2f} : 1", str(one.engines), f"{one.batch:.0f}", times)
+    return table
+
+
+def _beside_production(lent: Harvested, balances: dict[str, Balance]) -> str:
+    late = 100 * (lent.late_share - lent.late_share_unlent)
+    text = (
+        f"production: of its {lent.engines} engines {lent.lent:.1f} are lent to rollouts on average over a day; "
+        f"{late:+.2f} points of requests that are late; {number(lent.hand_backs, 'hand-back')}"
+    )
+    if needed := next((one.engines for one in balances.values()), 0):
+        text += f". The learner needs {number(needed, 'engine')}: {max(0.0, needed - lent.lent):.1f} beside production"
+    return text
 
 
 def _require_memory(model: ModelConfig, layout: Layout, found: Plan) -> int:
@@ -229,7 +282,7 @@ def _layout(args: argparse.Namespace, config: RunConfig, steps: MeasuredSteps | 
         evaluated=steps.evaluated if steps is not None else beside,
         dtype_bytes=dtype_bytes,
         matrix_bytes=MATRIX_BYTES.get(config.numerics.quantise, float(dtype_bytes)),
-        training=_training(config),
+        training=training_of(config.learner, config.numerics.mode),
     )
 
 
@@ -271,17 +324,20 @@ def _forwarded(config: RunConfig) -> int:
     return -(-max(config.learner.budget_tokens, config.harness.context_tokens) // config.learner.context_parallel)
 
 
-def _training(config: RunConfig) -> Training:
-    learner = config.learner
+def training_of(learner: LearnerConfig, mode: Mode) -> Training:
+    """Return what a learner with this config trains, in the form that `plan` needs."""
     narrow = learner.weights is LiveWeights.BF16 and learner.dtype == "bfloat16"
     return Training(
         lora_rank=learner.lora_rank,
         lora_on=str(learner.lora_on),
         muon=learner.optimizer is OptimizerKind.MUON,
-        masters=learner.weights is not LiveWeights.F32,
+        masters=learner.weights is not LiveWeights.F32 and learner.masters is Masters.F32,
+        bf16_masters=learner.masters is Masters.BF16,
+        moment_bytes=CODE_BYTES if learner.moments is Moments.INT8 else FLOAT32_BYTES,
+        offload=learner.offload,
         recompute=learner.recompute,
         dtype_bytes=4 if learner.dtype == "float32" else 2,
-        gathered_bytes=2 if narrow and config.numerics.mode is not Mode.EXACT else 4,
+        gathered_bytes=2 if narrow and mode is not Mode.EXACT else 4,
         expert_parallel=learner.expert_parallel,
     )
 
@@ -336,6 +392,8 @@ def _table(found: Plan, shape: Shape, layout: Layout, hardware: Device | Measure
     table.add_row("decoding batch", f"{found.batch:.0f}", batch)
     table.add_row("decoding", f"{found.decode_tokens_s:,.0f} tokens/s", "per engine")
     table.add_row("memory, learner rank", _bytes(found.learner_memory.total), _memory(found.learner_memory))
+    on_device = sum(_device_parts(found, layout).values())
+    table.add_row("bytes of a trained parameter", f"{on_device:.1f}", _parts(found, layout))
     table.add_row("memory, engine device", _bytes(found.engine_memory.total), _memory(found.engine_memory))
     table.add_row("cost of a step", f"${found.step_dollars:.4f}", price)
     table.add_row(
@@ -353,6 +411,23 @@ def _learner(layout: Layout) -> str:
     adapters = f", adapters of rank {training.lora_rank}" if training.lora_rank else ""
     rule, again = "Muon" if training.muon else "AdamW", ", activation recomputation" if training.recompute else ""
     return f"{number(layout.learner_ranks, 'rank')}, {rule}{adapters}{again}"
+
+
+def _device_parts(found: Plan, layout: Layout) -> dict[str, float]:
+    """The bytes of a trained parameter in the memory of a device, by part."""
+    away = ("masters", "moments") if layout.training.offload else ()
+    return {name: value for name, value in found.parameter_bytes.items() if value and name not in away}
+
+
+def _parts(found: Plan, layout: Layout) -> str:
+    """The parts of the bytes of a trained parameter, with those in the host's memory and those of a frozen one."""
+    training, here = layout.training, _device_parts(found, layout)
+    parts = ", ".join(f"{name} {value:.3g}" for name, value in here.items())
+    there = ", ".join(
+        f"{name} {value:.3g}" for name, value in found.parameter_bytes.items() if value and name not in here
+    )
+    away = f"; in the memory of the host: {there}" if there else ""
+    return parts + away + (f"; a frozen parameter {training.gathered_bytes}" if training.lora_rank else "")
 
 
 def _compared(beside: dict[str, tuple[float, float]]) -> Table:

@@ -45,7 +45,9 @@ def gate(args: argparse.Namespace) -> int:
         for one in release.settings.gate:
             suite = read_suite(one.suite)
             if args.run is not None:
-                _refuse_trained(one.suite, args.run)
+                from etude.loop.suites import check_suite
+
+                check_suite(one.suite, open_run(args.run))
             labels = (args.candidate, args.stable)
             played[one.suite] = (*(read_played(args.evals, suite.name, label) for label in labels),)  # type: ignore[assignment]
         parity = read_parity(args.parity) if args.parity else None
@@ -59,14 +61,6 @@ def gate(args: argparse.Namespace) -> int:
         print(f"not passed: {failure}")
     print(_line(found))
     return Exit.FAILED if result.failures else Exit.DONE
-
-
-def _refuse_trained(name: str, path: Path) -> None:
-    from etude.loop.suites import Subject, config_for, refuse_trained, settings_of, suite_tasks
-
-    suite, run = read_suite(name), open_run(path)
-    config = config_for(suite, settings_of(run), Subject(path.name, path, run), source="")
-    refuse_trained(suite, suite_tasks(suite, config), run)
 
 
 def advance(args: argparse.Namespace) -> int:

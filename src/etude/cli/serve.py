@@ -15,15 +15,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etude.cli.locations import existing_path, newest_run, open_run
+from etude.cli.store_locations import is_same_store
 from etude.errors import InputError
 from etude.gateway import GatewayConfig, Keys
 from etude.numerics.config import Quantise
+from etude.releases import Releases
 from etude.releases.pointers import CANARY, STABLE
 from etude.releases.router import ReleaseRouter
 from etude.seams import AnswerRecorder, FeedbackReceiver
+from etude.stores import open_store
+from etude.weights.chain.history import stored
 
 if TYPE_CHECKING:
     from etude.loop.serving import ModelSource
+
+
+CHANNEL = "policy"  # of a run's weights
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -118,8 +125,10 @@ async def _serve(
         if not args.releases.is_file():
             raise InputError(
                 f"there is no file of releases at {args.releases}",
-                hint="begin one: etude release begin RUN VERSION --settings FILE; or serve without --releases",
+                hint="start the endless loop, which creates it (etude learn RUN --releases FILE); or begin a release:"
+                " etude release begin RUN VERSION --settings FILE; or serve without --releases",
             )
+        _refuse_other_releases(args.releases, sources[0])
         router = ReleaseRouter(args.releases, stable=sources[0].name, canary=sources[1].name)
     report = partial(print, file=sys.stderr)
     opened = [
@@ -148,6 +157,26 @@ def _versions(sources: Sequence[ModelSource], fleet: str | None) -> list[ModelSo
         )
     [source] = sources
     return [source._replace(branch=STABLE), source._replace(name=f"{source.name}-canary", branch=CANARY)]
+
+
+def _refuse_other_releases(path: Path, source: ModelSource) -> None:
+    """Check that the newest release of a file is of the weights that are served. Raises `InputError`.
+
+    If its weights were moved since, it must be of a version that is served."""
+    with contextlib.closing(Releases(path)) as releases:
+        found = releases.all()[-1:]
+    for release in found:
+        same = is_same_store(release.location, str(source.store))
+        if same is None:
+            same = any(stored(open_store(str(source.store), readonly=True), CHANNEL, release.candidate))
+        if not same or release.channel != CHANNEL:
+            raise InputError(
+                f"{path} has releases of other weights",
+                f"release {release.number} is of channel {release.channel!r} in {release.location};"
+                f" {source.store} is served",
+                hint="give the file of this run's releases (that of its etude learn --releases), or serve without"
+                " --releases",
+            )
 
 
 def _print_log() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TextIO
+from urllib.parse import unquote
 
 from etude.cli.locations import RUNS, open_run
 from etude.errors import InputError
@@ -65,6 +66,24 @@ def store_directory(path: Path) -> str:
         folders = ", ".join(f"{name}/" for name in _STORE_FOLDERS)
         raise InputError(f"{path} is not a store", f"it has files, but none of {folders}", hint=hint)
     return str(path)
+
+
+def is_same_store(location: str, other: str) -> bool | None:
+    """Return whether two locations (a URL, the directory of a store, or a run) are of one store; None if the first is
+    a path where no store is any more."""
+    try:
+        first, second = _resolved(location), _resolved(other)
+    except InputError:
+        return None
+    return first == second
+
+
+def _resolved(location: str) -> str:
+    if "://" not in location:
+        location = store_directory(Path(location))
+    if location.startswith("file://"):
+        location = unquote(location.removeprefix("file://"))
+    return location.rstrip("/") if "://" in location else str(Path(location).resolve())
 
 
 def _run_at(path: Path) -> RunFolder | None:

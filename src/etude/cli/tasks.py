@@ -370,6 +370,8 @@ def sessions(args: argparse.Namespace) -> int:
 
 
 def _list_sessions(store: SessionStore) -> None:
+    if not store.records():
+        print("no sessions are stored that may be used now")
     for record_id in store.records():
         if (session := store.read(record_id)) is not None:
             task = session.task

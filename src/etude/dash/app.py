@@ -35,6 +35,8 @@ from etude.http_server import bind, run_http_server
 from etude.privacy.counts import ConsentCounts, read_counts
 from etude.releases import Release, Releases
 from etude.releases.states import Transition
+from etude.signals import Summary
+from etude.signals.store import read_summaries
 
 T = TypeVar("T")
 MAX_AT_ONCE = 4
@@ -54,10 +56,13 @@ class PageRefused(Exception):
 
 
 class Dash:
-    """The pages of `runs`, with the releases of a file and the counts of a privacy folder, if they are given."""
+    """The pages of `runs`, with the releases of a file, the counts of a privacy folder and the signals of a file of
+    feedback, if they are given."""
 
-    def __init__(self, runs: Runs, *, releases: Path | None = None, privacy: Path | None = None) -> None:
-        self.runs, self.releases_path, self.privacy_path = runs, releases, privacy
+    def __init__(
+        self, runs: Runs, *, releases: Path | None = None, privacy: Path | None = None, feedback: Path | None = None
+    ) -> None:
+        self.runs, self.releases_path, self.privacy_path, self.feedback_path = runs, releases, privacy, feedback
         self.stopping = asyncio.Event()
         self._places = asyncio.Semaphore(MAX_AT_ONCE)
         self._streams = threading.Semaphore(MAX_STREAMS)
@@ -123,7 +128,8 @@ class Dash:
 
         def made() -> Any:
             run.refresh()
-            return version_page(run, step, limit=PAGE_ROLLOUTS, before=before, state=state, releases=self.releases())
+            given: dict[str, Any] = {"releases": self.releases(), "signals": self.signals()}
+            return version_page(run, step, limit=PAGE_ROLLOUTS, before=before, state=state, **given)
 
         page = await self.in_thread(made)
         return await self._page("version.jinja", run, tab="versions", page=page, states=list(State))
@@ -235,6 +241,13 @@ class Dash:
         if self.releases_path is None:
             return Part(None, "no file of releases is given: start with --releases FILE")
         return part(lambda: self._read_releases(lambda releases: releases.all()[::-1][:500]))
+
+    def signals(self) -> Part[Sequence[Summary]]:
+        """Return the signals of the file, by name and version."""
+        path = self.feedback_path
+        if path is None:
+            return Part(None, "start with --feedback FILE to see what users did with its answers")
+        return part(lambda: read_summaries(path))
 
     def _read_releases(self, work: Callable[[Releases], T]) -> T:
         assert self.releases_path is not None

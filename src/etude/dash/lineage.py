@@ -16,6 +16,7 @@ from etude.experience.ledger_queries import StepCounts
 from etude.experience.transitions import State
 from etude.records.completion import Version
 from etude.releases import Release
+from etude.signals import Summary
 
 NO_COUNTS: Mapping[int, StepCounts] = {}
 
@@ -59,7 +60,7 @@ class Lineage:
 @dataclass(frozen=True)
 class VersionDetail:
     """The page of a version step: its versions (more than one if the step was repeated after a restart), its batch, a
-    page of its rollouts, and its evaluations."""
+    page of its rollouts, its evaluations, and the signals of users about answers of its versions."""
 
     step: int
     rows: Sequence[VersionRow]
@@ -71,6 +72,7 @@ class VersionDetail:
     trace_bytes: int | None
     evaluations: Sequence[Mapping[str, Any]]
     metrics: Mapping[str, Any]
+    signals: Part[Sequence[Summary]]
     notes: Sequence[str]
 
 
@@ -121,6 +123,7 @@ def version_page(
     before: int | None,
     state: State | None,
     releases: Part[Sequence[Release]],
+    signals: Part[Sequence[Summary]],
 ) -> VersionDetail:
     """Return the page of a version step with at most `limit` rollouts, those admitted before the position `before`."""
     notes = list[str]()
@@ -137,6 +140,7 @@ def version_page(
     with run.frozen() as view:
         results = [one for one in evaluations(view) if one["step"] == step]
         metrics = next((event for event in reversed(view.by_step("rl.step")) if event.get("step") == step), {})
+    names = {one.name for one in stored.value or ()}
     return VersionDetail(
         step=step,
         rows=[_row(one, counts, pointers, rates, releases.value or (), abandoned=False) for one in stored.value or ()],
@@ -148,6 +152,7 @@ def version_page(
         trace_bytes=part(lambda: run.trace_bytes(step)).value,
         evaluations=results,
         metrics=metrics,
+        signals=Part([one for one in signals.value or () if one.version in names], signals.missing),
         notes=notes,
     )
 

@@ -128,6 +128,14 @@ def _tiles(summary: Mapping[str, Any]) -> Iterator[Row]:
     lag = summary["lag"]
     if lag["mean"] is not None:
         yield "lag", formatting.significant(lag["mean"]), f"mean steps; at most {lag['max']}"
+    production = summary["production"]
+    if production["steps"]:
+        own = production["sampled_by"]
+        of_own = own.get("deployed", 0.0) + own.get("before", 0.0)
+        remark = f"steps on {production['episodes']} episodes of users"
+        remark += f"; lag {formatting.significant(production['lag']['mean'])}" if production["lag"]["histogram"] else ""
+        remark += f"; {formatting.percent(of_own)} of tokens by deployed versions" if of_own else ""
+        yield "production", str(production["steps"]), remark
     drafts = summary["drafts"]
     if drafts["accepted_share"] is not None:
         of_tokens = (

@@ -15,6 +15,8 @@ from etude.dashboard.run_view import Event, RunView, counts, number, read_json, 
 from etude.dashboard.utilisation import cpu_s, idle, peak_memory_bytes
 
 FORMAT = 1
+PRODUCTION = "production"
+"""The `origin` in events of steps on production episodes."""
 _HELDOUT = (
     "num_tasks",
     "num_problems",
@@ -61,7 +63,8 @@ def summarise_view(view: RunView, rollouts: Mapping[str, int] | None = None) -> 
         "wall_s": wall_s(view),
         "cpu_s": _cpu_s(view),
         "idle": _rounded(idle(view)),
-        "lag": lag(view.by_step("rl.step")),
+        "lag": lag(of_tasks(view)),
+        "production": production(view),
         "drafts": drafts(view),
         "weights": weights(view),
         "parity": parity(view),
@@ -151,6 +154,30 @@ def lag(steps: Sequence[Event]) -> dict[str, Any]:
         "mean": sum(k * n for k, n in histogram.items()) / total if total else None,
         "max": max(histogram, default=None),
         "histogram": {str(k): histogram[k] for k in sorted(histogram)},
+    }
+
+
+def of_tasks(view: RunView) -> list[Event]:
+    """Return the `rl.step` events of the steps on tasks: all but those on production episodes."""
+    return [event for event in view.by_step("rl.step") if text(event, "origin") != PRODUCTION]
+
+
+def production(view: RunView) -> dict[str, Any]:
+    """Return the numbers of the steps on production episodes, apart from those on tasks.
+
+    `steps`, `episodes`, `reward_mean` (over episodes; None without one), `lag` as of the tasks, and `sampled_by`: the
+    shares of the sampled tokens by what their version was when the window was formed, as means over steps."""
+    steps = [event for event in view.by_step("rl.step") if text(event, "origin") == PRODUCTION]
+    episodes = [(number(event, "num_groups") or 0.0, number(event, "reward_mean") or 0.0) for event in steps]
+    total = math.fsum(count for count, _ in episodes)
+    shares = [found for event in steps if (found := counts(event, "sampled_by"))]
+    names = sorted({name for one in shares for name in one})
+    return {
+        "steps": len(steps),
+        "episodes": int(total),
+        "reward_mean": math.fsum(count * reward for count, reward in episodes) / total if total else None,
+        "lag": lag(steps),
+        "sampled_by": {name: _mean([one.get(name, 0.0) for one in shares]) for name in names},
     }
 
 

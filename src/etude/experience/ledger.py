@@ -49,6 +49,7 @@ _SLOTS = f"SELECT (SELECT count(*) FROM rollouts WHERE state IN ({_HOLD})), ({_A
 _Logged = tuple[str, str | None, str, int, str, Mapping[str, Any]]
 """A row of the table of transitions: rollout id, origin, state, attempt, reason, facts."""
 AGREE = "the rewards of its first siblings are equal"
+LOST = "its record was deleted, and its step was lost later"
 _NULLABLE = {"reward": "double precision", "boundary": "text"}  # on a server, a null in VALUES has no type
 
 
@@ -70,7 +71,8 @@ class Reconciled:
     - `freed`: rollouts in a batch that the current weights were not trained on. Their state is *graded* again, so a
       later batch can take them.
     - `requeued`: rollouts that were running, and will be run again.
-    - `gone`: rollouts that should be freed but whose record is no longer stored, so they are never trained on again."""
+    - `gone`: rollouts that should be freed but are spent, or have no stored record, so they are never trained on
+      again."""
 
     trained: int
     freed: int
@@ -355,7 +357,12 @@ class Ledger(LedgerQueries):
 
     @_atomic
     def reconcile(
-        self, lineage: Lineage, *, believed: Callable[[], int] = lambda: 0, head: Version | None = None
+        self,
+        lineage: Lineage,
+        *,
+        believed: Callable[[], int] = lambda: 0,
+        head: Version | None = None,
+        spent: Callable[[str], str] = lambda _: "",
     ) -> Reconciled:
         """Correct the states after a restart, and return how many rollouts were corrected.
 
@@ -366,7 +373,8 @@ class Ledger(LedgerQueries):
           again if the connection to a server failed.
         - `believed`: a function that returns a step. For steps up to it, the ledger's own records are used instead of
           manifests. It is called after `lineage` was read.
-        - `head`: the version that the learner published when it started."""
+        - `head`: the version that the learner published when it started.
+        - `spent`: returns for a group id why its rollouts may not be trained on again; "": they may."""
         if head is not None:
             self._published(head)
         trained, freed, gone, running = 0, 0, 0, self.rows(states=[State.RUNNING])
@@ -377,26 +385,27 @@ class Ledger(LedgerQueries):
                 [row for row in rows if wanted is None or row.rollout_id in wanted], "found in the lineage"
             )
             outside = [row for row in rows if wanted is not None and row.rollout_id not in wanted]
-            free, lost = self._free(step, outside)
+            free, lost = self._free(step, outside, spent)
             freed, gone = freed + free, gone + lost
         return Reconciled(trained=trained, freed=freed, requeued=len(running), gone=gone)
 
-    def _free(self, step: int, rows: Sequence[Row]) -> tuple[int, int]:
+    def _free(self, step: int, rows: Sequence[Row], spent: Callable[[str], str]) -> tuple[int, int]:
         """Free the rollouts of a step that is not in the lineage.
 
-        Returns how many of its trained rollouts are free again, and how many have no stored record. Groups with one of
-        the latter stay closed: nothing of them can be trained."""
+        Returns how many of its trained rollouts are free again, and how many are spent or have no stored record. Groups
+        with one of the latter stay closed: nothing of them can be trained."""
         if rows and step <= int(self.recall("pruned") or 0):
             self.remember("pruned", step - 1)  # steps from here on will be trained again
         taken = [row for row in rows if row.state in _LINEAGE]
         stored = self._stored([row.rollout_id for row in taken])
         self._move([_Move(row, State.REQUEUED, f"{row.batch_id} is not in the lineage") for row in taken])
         again = self.require_rows([row.rollout_id for row in taken])
-        gone = [row for row in again if row.rollout_id not in stored]
+        whys = {row.rollout_id: spent(row.group_id) or ("" if row.rollout_id in stored else LOST) for row in again}
+        gone = [row for row in again if whys[row.rollout_id]]
         self._move(
             [
-                *(_Move(row, State.GRADED, "its stored outcome stands") for row in again if row.rollout_id in stored),
-                *(_Move(row, State.QUARANTINED, "its record was deleted, and its step was lost later") for row in gone),
+                *(_Move(row, State.GRADED, "its stored outcome stands") for row in again if not whys[row.rollout_id]),
+                *(_Move(row, State.QUARANTINED, whys[row.rollout_id]) for row in gone),
             ]
         )
         closed = {row.group_id for row in gone}

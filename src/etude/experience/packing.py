@@ -222,7 +222,7 @@ def batch_of(plan: BatchPlan, samples: Sequence[Sample]) -> Batch:
         samples=tuple(samples),
         rollout_ids=plan.rollout_ids,
         num_loss_tokens=plan.num_loss_tokens,
-        lr_share=min(1.0, having / plan.full_groups) if plan.full_groups else 1.0,
+        lr_share=plan.lr_share * (min(1.0, having / plan.full_groups) if plan.full_groups else 1.0),
         pairs=tuple(pair for pair in pairs if sampled.issuperset(pair)),
     )
 

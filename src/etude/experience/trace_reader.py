@@ -172,7 +172,7 @@ def read_trace(path: TraceFile) -> RecordedBatch:
 
 def _share(value: object) -> float:
     """Check an `lr_share`; files of earlier versions do not have one. Raises `ValueError`."""
-    if not isinstance(value, float) or not 0.0 <= value <= 1.0:
+    if not isinstance(value, float) or not 0.0 <= value < math.inf:
         raise ValueError(f"lr_share is {value!r}")
     return value
 

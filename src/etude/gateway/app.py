@@ -49,7 +49,7 @@ from etude.gateway.http import (
 from etude.gateway.keys import Keys, KeyUse
 from etude.gateway.model import ServedModel
 from etude.gateway.pump import EventPump, EventResponse
-from etude.gateway.recording import USER, offer_answers, offering, sender
+from etude.gateway.recording import offer_answers, offering, sender, user_of
 from etude.gateway.requests import ChatRequest, check_names, check_results
 from etude.seams import AnswerRecorder, FeedbackReceiver
 
@@ -216,8 +216,11 @@ class Gateway:
             if record.key is not None and limited:
                 record.key.add_request()
             if not request.headers.get("content-type", "").startswith("application/json"):
-                message = "send the body as content-type: application/json"
+                given = request.headers.get("content-type", "")
+                facts = f"its content-type is {given[:100]!r}" if given else "it has no content-type"
+                message = f"the body is not JSON: {facts}\n  hint: send the header content-type: application/json"
                 raise RequestRefused(415, message, code="unsupported_media_type")
+            user_of(request)  # refuses a bad name before any work
             async with asyncio.timeout(self.config.deadline_s):
                 response = await work(request, record)
         except TimeoutError:
@@ -272,7 +275,7 @@ class Gateway:
     async def _parsed(
         self, request: Request, record: Record, read: Callable[[bytes], ChatRequest]
     ) -> tuple[ChatRequest, ServedModel]:
-        body = await read_body(request, self.config.max_body_bytes)
+        body = await read_body(request, self.config.max_body_bytes, hint="send a shorter conversation, or fewer tools")
 
         def timed() -> tuple[ChatRequest, float]:
             began = time.thread_time()
@@ -293,7 +296,7 @@ class Gateway:
         if wish == "off":
             parsed = replace(parsed, summaries=False)
         model = self._model(parsed.model)
-        subject = request.headers.get(USER, "") or (record.key.name if record.key is not None else "")
+        subject = user_of(request) or (record.key.name if record.key is not None else "")
         if self._router is not None and subject:
             model = self.models[self._router(model.name, subject)]
         record.model = model.name
@@ -308,9 +311,11 @@ class Gateway:
         The second check refuses a web page whose host name resolves to this machine."""
         if self._keys is None:
             if not is_local(request):
-                raise RequestRefused(
-                    403, "this gateway has no API key, so it answers only requests to localhost", code="forbidden"
-                )
+                host = request.headers.get("host", "")
+                facts = f"this gateway has no API keys, and the Host header is {host[:100]!r}"
+                hint = "send requests to http://localhost:PORT, or start the gateway with a key (--key or --keys)"
+                message = f"only requests to this machine are answered: {facts}\n  hint: {hint}"
+                raise RequestRefused(403, message, code="forbidden")
             return None
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
@@ -320,7 +325,7 @@ class Gateway:
     def _model(self, name: str) -> ServedModel:
         if name not in self.models:
             served = ", ".join(repr(one) for one in list(self.models)[:8])
-            message = f"The model {name[:100]!r} does not exist; served are {served}."
+            message = f"The model {name[:100]!r} does not exist; served are {served}.\n  hint: send one of these names"
             raise RequestRefused(404, message, code="model_not_found", param="model")
         return self.models[name]
 

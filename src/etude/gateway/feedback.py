@@ -32,7 +32,7 @@ async def take_signals(receiver: FeedbackReceiver | None, request: Request, send
     if receiver is None:
         message = "this gateway takes no feedback\n  hint: start it with --feedback FILE"
         raise RequestRefused(404, message, code="not_found")
-    body = await read_body(request, MAX_BODY_BYTES)
+    body = await read_body(request, MAX_BODY_BYTES, hint="send the signals in several requests")
     try:
         receipts = await asyncio.wrap_future(receiver.receive(*sender, body))
     except SignalRefused as error:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.applications import Starlette
 from starlette.datastructures import URL
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -56,9 +57,11 @@ def _is_local(header: str | None, server: tuple[str, int | None] | None) -> bool
         return False
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the body of a request. Raises `RequestRefused` (HTTP status 413) if it has more than `max_bytes` bytes,
-    and `ClientDisconnect` if the client disconnects."""
+async def read_body(request: Request, max_bytes: int, *, hint: str) -> bytes:
+    """Return the body of a request.
+
+    Raises `RequestRefused` (HTTP status 413) with `hint` if it has more than `max_bytes` bytes, and
+    `ClientDisconnect` if the client disconnects."""
     parts: list[bytes] = []
     num_bytes, more = 0, True
     while more:
@@ -69,7 +72,8 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         parts.append(message.get("body", b""))
         num_bytes += len(parts[-1])
         if num_bytes > max_bytes:
-            raise RequestRefused(413, f"the body is larger than {max_bytes} bytes", code="request_too_large")
+            told = f"the body is too large: it has more than {max_bytes} bytes\n  hint: {hint}"
+            raise RequestRefused(413, told, code="request_too_large")
     return b"".join(parts)
 
 
@@ -100,9 +104,13 @@ def json_response(body: object, status: int = 200, headers: Mapping[str, str] | 
 
 
 def error_response(request: Request, refused: RequestRefused) -> Response:
-    """Return the HTTP response of an error, in the format of the API that the request's path belongs to."""
+    """Return the HTTP response for an error, in the format of the API that has the request's path.
+
+    If no API has the path alone, the format is Anthropic's for requests with the header `anthropic-version`, and
+    otherwise OpenAI's."""
     path = request.scope["path"]
-    write = next((d.error for d in DIALECTS.values() if path.startswith(d.path)), openai_error)
+    others = messages.error if "anthropic-version" in request.headers else openai_error
+    write = next((d.error for d in DIALECTS.values() if path.startswith(d.path)), others)
     return json_response(write(refused), refused.status, refused.headers)
 
 
@@ -117,18 +125,20 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    status, path = getattr(error, "status_code", 404), request.scope["path"]
+    path = request.scope["path"]
     what = f"{request.method} {path[:200]} is not offered"
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        allowed = (error.headers or {})["Allow"]
+        method = "POST" if "POST" in allowed else "GET"
+        message = f"{what}: this path takes only {method}\n  hint: send {method}"
+        response = error_response(request, RequestRefused(405, message, code="method_not_allowed"))
+        response.headers["allow"] = allowed
+        return response
     offered = ["/health", "/metrics", "/v1/models", "/v1/messages/count_tokens", "/v1/feedback"]
     offered += [d.path for d in DIALECTS.values()]
-    if path in offered:
-        hint = "send GET" if request.method == "POST" else "send POST"
-    else:
-        urls = "clients of OpenAI's API need the base URL http://HOST:PORT/v1, those of Anthropic's http://HOST:PORT"
-        hint = f"{nearest(path.replace('/v1/v1', '/v1'), offered)}; {urls}"
-    refused = RequestRefused(status, f"{what}\n  hint: {hint}", code="not_found")
-    of_anthropic = "anthropic-version" in request.headers or path.startswith(messages.DIALECT.path)
-    return json_response((messages.error if of_anthropic else openai_error)(refused), status, refused.headers)
+    urls = "clients of OpenAI's API need the base URL http://HOST:PORT/v1, those of Anthropic's http://HOST:PORT"
+    hint = f"{nearest(path.replace('/v1/v1', '/v1'), offered)}; {urls}"
+    return error_response(request, RequestRefused(404, f"{what}\n  hint: {hint}", code="not_found"))
 
 
 async def _broken(request: Request, error: Exception) -> Response:

@@ -123,5 +123,8 @@ class Keys:
         Digests are compared, so the time of a comparison does not reveal anything about the keys."""
         found = self._by_digest.get(hashlib.sha256(given).hexdigest())
         if found is None:
-            raise RequestRefused(401, "the API key is missing or wrong", code="invalid_api_key")
+            facts = "it is none of this gateway's keys" if given else "the request has none"
+            hint = "send a key of this gateway as authorization: Bearer KEY, or as x-api-key: KEY"
+            message = f"the API key is missing or wrong: {facts}\n  hint: {hint}"
+            raise RequestRefused(401, message, code="invalid_api_key")
         return found

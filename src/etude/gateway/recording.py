@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from etude.gateway.access_log import Record
 from etude.gateway.answers import Answer, ResponseHead
+from etude.gateway.errors import invalid_request
 from etude.gateway.model import StreamPart
 from etude.gateway.requests import ChatRequest
 from etude.records.served import ServedAnswer
@@ -17,6 +18,8 @@ from etude.seams import AnswerRecorder
 
 USER = "x-etude-user"
 """The header with which a client names the user of its organisation that a request is of."""
+MAX_USER_CHARS = 256
+"""The most characters of a user's name."""
 WITHOUT_KEY = "local"
 """The organisation of all requests to a gateway without keys."""
 
@@ -52,8 +55,32 @@ def offer_answers(
 
 
 def sender(request: Request, record: Record) -> tuple[str, str]:
-    """Return the organisation and the user ("": not named) that a request is of."""
-    return WITHOUT_KEY if record.key is None else record.key.name, request.headers.get(USER, "")
+    """Return the organisation and the user ("": not named) who sent a request. Raises as `user_of`."""
+    return WITHOUT_KEY if record.key is None else record.key.name, user_of(request)
+
+
+def user_of(request: Request) -> str:
+    """Return the user name in the header `USER` of a request, in UTF-8; "" without one.
+
+    Raises `RequestRefused` (HTTP status 400) for several headers, and for a name under which no answer could be
+    captured or erased: too long, not printable, or not UTF-8."""
+    found = request.headers.getlist(USER)
+    if len(found) > 1:
+        raise invalid_request(f"the request has {len(found)} headers {USER}\n  hint: send one, or none", USER)
+    data = found[0].encode("latin-1") if found else b""  # as servers decode headers
+    facts, name = "", ""
+    try:
+        name = data.decode()
+    except UnicodeDecodeError:
+        facts = "it is not UTF-8"
+    if len(name) > MAX_USER_CHARS:
+        facts = f"it has {len(name)} characters"
+    elif not name.isprintable():
+        facts = f"{sum(not c.isprintable() for c in name)} of its characters are not printable"
+    if facts:
+        hint = f"send at most {MAX_USER_CHARS} printable characters in UTF-8, such as an id of the user"
+        raise invalid_request(f"the header {USER} is not a name: {facts}\n  hint: {hint}", USER)
+    return name
 
 
 async def offering(

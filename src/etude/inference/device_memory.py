@@ -17,6 +17,7 @@ width, Z value width."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -26,6 +27,7 @@ import torch
 from etude.errors import ConfigError
 from etude.inference.kv import I64, Span
 from etude.models import ModelConfig
+from etude.models.attention import Scan
 from etude.models.components import GroupedQueries
 from etude.numerics import varlen_attention
 from etude.numerics.exact.options import AttentionOptions
@@ -45,10 +47,11 @@ class DeviceMemory:
         self, sizes: ModelConfig, operators: Operators, *, num_slots: int, context_tokens: int, device: torch.device
     ) -> None:
         kind = sizes.attention
-        if sizes.sliding_layers or (isinstance(kind, GroupedQueries) and kind.sinks):
+        if sizes.linear_layers or sizes.sliding_layers or (isinstance(kind, GroupedQueries) and kind.sinks):
+            lacks = "gated delta layers" if sizes.linear_layers else "sliding windows and no sinks"
             raise ConfigError(
                 f"an engine on {device} cannot compute a model of family {sizes.family}",
-                "its attention there has no sliding windows and no sinks",
+                f"its attention there has no {lacks}",
                 hint="use engines on CPUs",
             )
         kept, dtype = sizes.cache_layout, operators.storage_dtype
@@ -154,6 +157,11 @@ class DeviceStep:
         if not self.memory.shared:
             values.flatten(0, 1).index_copy_(0, self._places, v_NGZ)
         return self._attend(q_NHA, keys, values, scale)
+
+    def recur(self, layer: int, inputs: Many[torch.Tensor], scan: Scan) -> torch.Tensor:
+        """Raise `ConfigError`: `DeviceMemory` has refused models with recurrent layers."""
+        facts = "an engine on a GPU has no memory for the states of recurrent layers"
+        raise ConfigError(f"layer {layer} of the model is recurrent", facts, hint="use engines on CPUs")
 
 
 def _vendor_attention(of: Sequences, num_rows: int, length: int) -> Attend:

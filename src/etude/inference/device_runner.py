@@ -248,11 +248,12 @@ class _Decode:
 
 
 def runner_for(
-    model: Transformer, *, num_slots: int, context_tokens: int, drafts: bool = False
+    model: Transformer, *, num_slots: int, context_tokens: int, drafts: bool = False, state_every: int = 0
 ) -> Runner | DeviceRunner:
     """Return the runner for the model's device: a `Runner` on a CPU, else a `DeviceRunner`.
 
-    With `drafts` it can draft with the model's MTP heads. Raises `EngineError` where that is not possible."""
+    With `drafts` it can draft with the model's MTP heads. Raises `EngineError` where that is not possible.
+    `state_every`: that of `KVCache`."""
     device = model.embedding.device.type
     if drafts and (device != "cpu" or not len(model.mtp)):
         facts, hint = "the model has no MTP heads", "mid-train it with mid_training.mtp_heads = 1"
@@ -261,7 +262,8 @@ def runner_for(
         hint += ", or set engine.speculation = 'look-up' or 'off'"
         raise EngineError("engine.speculation = 'heads' is not possible", facts, hint=hint)
     if device == "cpu":
-        return Runner(model, num_slots=num_slots, context_tokens=context_tokens, drafts=drafts)
+        sizes = {"num_slots": num_slots, "context_tokens": context_tokens, "state_every": state_every}
+        return Runner(model, **sizes, drafts=drafts)
     return DeviceRunner(model, num_slots=num_slots, context_tokens=context_tokens)
 
 

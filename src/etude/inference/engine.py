@@ -40,6 +40,7 @@ from etude.inference.step_thread import StepThread, fail
 from etude.inference.wire import OperatorResult
 from etude.models import Transformer
 from etude.records.completion import Completion, CompletionRequest, StopReason, Version
+from etude.records.wire import Routes
 from etude.seams import EngineInfo
 from etude.weights.follow.targets import Swap
 
@@ -89,6 +90,21 @@ class ReferenceEngine:
                 f"the model has positions for {model.config.context_tokens} tokens",
                 hint="lower context_tokens (option --context-tokens N), or use a model with a longer context",
             )
+        indexer = model.config.latent.indexer if model.config.latent is not None else None
+        if indexer is not None and self.config.context_tokens > indexer.top_k:
+            raise EngineError(
+                f"context_tokens = {self.config.context_tokens} of the engine is too large",
+                f"from {indexer.top_k} tokens on (index_topk) the model's attention is sparse, which etude does not "
+                "compute",
+                hint=f"lower context_tokens to at most {indexer.top_k}",
+            )
+        if model.config.linear_layers and (drafter or self.config.speculation is not Speculation.OFF):
+            raise EngineError(
+                f"engine.speculation = {str(self.config.speculation)!r} is not possible",
+                f"the model, a {model.config.family}, has gated delta layers: rejected tokens cannot be removed from "
+                "their states",
+                hint="set engine.speculation = 'off'",
+            )
         self.counters = Counters()
         self.trouble = ""  # why the latest adoption failed; "" when it did not fail
         self._checks = RequestChecks(name, model.config.vocab_size, self.config.context_tokens)
@@ -100,10 +116,13 @@ class ReferenceEngine:
             step_tokens=self.config.step_tokens,
             max_waiting=self.config.max_waiting,
             share=share_prefixes,
+            grain=self.config.chunk_tokens if model.config.linear_layers else 1,
+            on_preempt=self._keep,
         )
         slots, length = self.config.max_sequences, self.config.context_tokens
         drafts = drafter is None and self.config.speculation is Speculation.HEADS
-        self._runner = runner_for(model, num_slots=slots, context_tokens=length, drafts=drafts)
+        every = self.config.chunk_tokens if share_prefixes else 0
+        self._runner = runner_for(model, num_slots=slots, context_tokens=length, drafts=drafts, state_every=every)
         heads = self._runner.heads if isinstance(self._runner, Runner) else None
         chosen = drafter or heads or drafter_for(self.config.speculation)
         self._speculator = Speculator(chosen, num_slots=slots, vocab_size=model.config.vocab_size) if chosen else None
@@ -357,26 +376,41 @@ class ReferenceEngine:
 
     def _end(self, request_id: str) -> None:
         """Complete a streamed request with the tokens that it has."""
-        for running in list(self._scheduler.running):
+        for running in (*self._scheduler.running, *self._scheduler.waiting):
             streamed = running.on_tokens is not None and not running.future.cancelled()
             if streamed and running.token_ids and running.request.request_id == request_id:
                 self._finish(running)
 
+    def _keep(self, running: Running) -> None:
+        """Keep what a rollout has sampled and loses with its slot: the routes, and the version of the tokens."""
+        if running.token_ids:
+            running.kept_routes = self._routes(running)
+            running.close_span(self.version)
+
+    def _routes(self, running: Running) -> Routes:
+        """Return the routes that a request wants. Each token has those with which it was sampled, also if its keys were
+        computed again by other weights."""
+        kept = running.kept_routes
+        now = self._runner.routes(running) if running.slot is not None else kept
+        assert now is not None, "a request that waits and has tokens was preempted"
+        return now if kept is None else np.concatenate([kept, now[len(kept) :]])
+
     def _finish(self, running: Running) -> None:
-        running.close_span(self.version)
         request, ids = running.request, running.token_ids
-        routes = self._runner.routes(running)
+        if len(ids) > running.num_spanned:
+            running.close_span(self.version)
+        routes = self._routes(running)
         stopped = ids[-1] in request.sampling.stop_token_ids
         completion = Completion(
             request_id=request.request_id,
             token_ids=np.array(ids, np.int32),
             logprobs=np.array(running.logprobs, np.float32),
             routes=routes,
-            routes_start=running.num_computed - len(routes),
+            routes_start=running.num_prompt + len(ids) - 1 - len(routes),
             spans=tuple(running.spans),
             stop_reason=StopReason.STOP if stopped else StopReason.LENGTH,
             engine=self.name,
-            num_cached=running.num_cached,
+            num_cached=min(running.num_cached, running.num_prompt),
             **_likeliest(running),
         )
         self._scheduler.finish(running)

@@ -35,13 +35,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from etude.errors import ContextFull, EngineBehind, EngineError, MalformedRequest
+from etude.errors import ContextFull, DeadlineExceeded, EngineBehind, EngineError, MalformedRequest
 from etude.inference.errors import EngineBusy, EngineGone, EngineLate, Unauthorised
 from etude.inference.registry_messages import ListedEngine, State
 from etude.records.completion import Completion, CompletionRequest, Traffic, Version
 from etude.seams import Ending, Engine, stream_or_complete
 
 REST_S = 2.0  # an engine that was gone is skipped for so long
+DRAIN_POLL_S = 0.02
 RETRY_S, MAX_RETRY_S = 0.05, 1.0  # pause between two rounds: at first, and at most
 STAY_FACTOR = 2.0  # a session or group stays while its call takes at most this factor of the time elsewhere
 MAX_TRIAL = 8  # concurrent requests to a member of unknown pace, when the pace of others is known
@@ -274,6 +275,29 @@ class Fleet:
     def remove(self, name: str) -> None:
         """Remove an engine. It gets no new requests; those that it serves continue. Unknown names are ignored."""
         self._members.pop(name, None)
+
+    async def drain(self, name: str, *, deadline_s: float) -> None:
+        """Remove an engine and wait until the requests that it serves have ended. Its sessions go on at other engines.
+
+        Raises `EngineError` if it is no member, and `DeadlineExceeded` after `deadline_s` seconds; then, or if the wait
+        is cancelled, it is a member as before."""
+        member, deadline = self._members.pop(name, None), _now() + deadline_s
+        if member is None:
+            raise EngineError(f"{name} is not in the fleet", f"it has {sorted(self._members)}", hint="add it first")
+        try:
+            while member.num_running:
+                if _now() >= deadline:
+                    facts = f"it still serves {member.num_running} requests"
+                    hint = "let it have more time, or cancel its requests"
+                    raise DeadlineExceeded(f"{name} was not drained within {deadline_s:g} s", facts, hint=hint)
+                await asyncio.sleep(DRAIN_POLL_S)
+        except BaseException:
+            self._members[name] = member
+            raise
+
+    def load(self) -> dict[str, int]:
+        """Return the number of requests of production that run or wait, by engine."""
+        return {name: member.num_production for name, member in self._members.items()}
 
     def update(self, name: str, listed: ListedEngine) -> None:
         """Apply what the registry lists about the engine `name`. Unknown names are ignored."""

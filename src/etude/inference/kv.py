@@ -7,11 +7,16 @@ cut. Decoding rows that need the same window attend together; a chunk of a promp
 The operators (`numerics.exact.attention`) decide the sizes of rows and key windows, so that the bits of a row do not
 depend on its neighbours, on chunking, or on prefix hits. A row sees a window of keys with a mask.
 
+A gated delta layer has no keys, but one state for each slot: that after the slot's latest computed token. So that a
+sequence can begin with a part of another one's tokens, a copy of the state is kept at each multiple of `state_every`
+tokens (docs/decisions/0107-states-are-kept-at-chunks.md).
+
 Shapes: N tokens of a step, S slots, G key/value heads, R query heads a key/value head, H = G·R, C positions a slot, A
 key width, B value width, W window."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +25,8 @@ import torch
 import torch.nn.functional as F
 
 from etude.models import ModelConfig
+from etude.models.attention import Scan, States
+from etude.numerics.delta_rule import Segments
 from etude.numerics.exact import KERNEL_BLOCK, causal_mask
 from etude.numerics.exact.options import AttentionOptions
 from etude.numerics.operators import Operators
@@ -32,20 +39,30 @@ class KVCache:
     """The keys and values of all slots in the memory of the host.
 
     A slot is the memory of one sequence of `context_tokens` positions. All are allocated at once; pages that were never
-    written use no memory."""
+    written use no memory. `state_every`: how often states of gated delta layers are kept, in tokens; 0: never."""
 
     def __init__(
-        self, sizes: ModelConfig, operators: Operators, *, num_slots: int, context_tokens: int, heads: int = 0
+        self,
+        sizes: ModelConfig,
+        operators: Operators,
+        *,
+        num_slots: int,
+        context_tokens: int,
+        heads: int = 0,
+        state_every: int = 0,
     ) -> None:
         self.num_slots, self.length = num_slots, -(-context_tokens // KERNEL_BLOCK) * KERNEL_BLOCK
         kept, dtype = sizes.cache_layout, operators.storage_dtype
         self.heads, self.group, self.value_width = kept.heads, sizes.num_heads // kept.heads, kept.value_width
-        shape = (num_slots, self.heads, self.length)
-        num_layers = sizes.num_layers + heads
-        self.keys = [lazy_zeros((*shape, kept.key_width), dtype) for _ in range(num_layers)]
+        num_layers, without = sizes.num_layers + heads, set(sizes.linear_layers)
+        places = [(num_slots, self.heads, 0 if i in without else self.length) for i in range(num_layers)]
+        self.keys = [lazy_zeros((*place, kept.key_width), dtype) for place in places]
         self.values = self.keys
         if not kept.shared:
-            self.values = [lazy_zeros((*shape, kept.value_width), dtype) for _ in range(num_layers)]
+            self.values = [lazy_zeros((*place, kept.value_width), dtype) for place in places]
+        self.states = None
+        if sizes.linear is not None:
+            self.states = SlotStates(sizes, num_slots, every=state_every, context_tokens=context_tokens)
         self.windows = operators.key_windows(self.heads, kept.key_width)
         rows = self.windows.padded(self.group)
         self.queries = torch.zeros(num_slots, self.heads, rows, kept.key_width, dtype=dtype)  # scratch of decoding
@@ -61,15 +78,70 @@ class KVCache:
         """Copy the keys and values of positions [0, stop) of slot `source` to slot `target`."""
         for memory in {id(t): t for t in (*self.keys, *self.values)}.values():
             memory[target, :, :stop] = memory[source, :, :stop]
+        if self.states is not None:
+            self.states.copy(source, target, stop)
 
     @property
     def num_bytes(self) -> int:
-        """The address space of all keys and values in bytes. Only used pages are resident."""
-        return sum(t.nbytes for t in {id(t): t for t in (*self.keys, *self.values)}.values())
+        """The address space of all keys, values and states in bytes. Only used pages are resident."""
+        states = 0 if self.states is None else self.states.num_bytes
+        return states + sum(t.nbytes for t in {id(t): t for t in (*self.keys, *self.values)}.values())
+
+
+class SlotStates:
+    """The states of the gated delta layers of all slots: the current ones, and copies at multiples of `every` tokens.
+
+    `positions`: how many tokens each slot's current states have seen, [slots] int64."""
+
+    def __init__(self, sizes: ModelConfig, num_slots: int, *, every: int, context_tokens: int) -> None:
+        assert sizes.linear is not None
+        self.every, self.positions = every, np.zeros(num_slots, np.int64)
+        copies = context_tokens // every if every else 0
+        shapes = sizes.linear.state_shapes()
+
+        def memory(*places: int) -> dict[int, States]:
+            made = {i: [lazy_zeros((*places, *shape), torch.float32) for shape in shapes] for i in sizes.linear_layers}
+            return {layer: tuple(tensors) for layer, tensors in made.items()}
+
+        self.current, self.kept = memory(num_slots), memory(num_slots, copies)
+
+    def copy(self, source: int, target: int, stop: int) -> None:
+        """Give slot `target` the states of slot `source` after `stop` tokens, and the kept ones up to there."""
+        number = stop // self.every if self.every else 0
+        for memory in (one for layer in self.kept.values() for one in layer):
+            memory[target, :number] = memory[source, :number]
+        if self.positions[source] == stop:
+            for memory in (one for layer in self.current.values() for one in layer):
+                memory[target] = memory[source]
+            self.positions[target] = stop
+        else:
+            self.go_back(target, stop)
+
+    def go_back(self, slot: int, position: int) -> None:
+        """Make the states after `position` tokens the current ones of a slot. There must be kept ones, or no tokens."""
+        assert not position or (self.every and position % self.every == 0), f"no states after {position} tokens"
+        for layer, memories in self.current.items():
+            for memory, kept in zip(memories, self.kept[layer], strict=True):
+                memory[slot] = kept[slot, position // self.every - 1] if position else 0.0
+        self.positions[slot] = position
+
+    def begin(self, slots: I64, starts: I64, stops: I64) -> None:
+        """Prepare a forward pass over positions [start, stop) of some slots: their states are those before `start`."""
+        for slot, start in zip(slots.tolist(), starts.tolist(), strict=True):
+            if self.positions[slot] != start or not start:
+                self.go_back(slot, start)
+        self.positions[slots] = stops
+
+    @property
+    def num_bytes(self) -> int:
+        """The address space of all states in bytes."""
+        return sum(one.nbytes for kind in (self.current, self.kept) for layer in kind.values() for one in layer)
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return zeros whose pages are allocated when they are first written (torch.zeros writes all of them)."""
+    if 0 in shape:
+        return torch.zeros(shape, dtype=dtype)
     return torch.from_numpy(np.zeros((*shape, dtype.itemsize), np.uint8)).view(dtype).view(shape)
 
 
@@ -98,6 +170,8 @@ class StepCache:
             [decode_positions, *(np.arange(c.start, c.stop) for c in chunks)]
         ).astype(np.int64)  # [N]
         self.positions = torch.from_numpy(self.row_positions)
+        if kv.states is not None:
+            self._begin_states(kv.states, decode_slots, decode_positions, chunks)
         heads = self.row_slots[:, None] * kv.heads + np.arange(kv.heads)
         self._places = torch.from_numpy((heads * kv.length + self.row_positions[:, None]).ravel())
         self._decode = [
@@ -106,6 +180,29 @@ class StepCache:
                 np.array([kv.windows.covering(p + 1) for p in decode_positions.tolist()], np.int64)
             )
         ]
+
+    def _begin_states(self, states: SlotStates, decode_slots: I64, decode_positions: I64, chunks: list[Span]) -> None:
+        slots = np.concatenate([decode_slots, np.array([c.slot for c in chunks], np.int64)])
+        starts = np.concatenate([decode_positions, np.array([c.start for c in chunks], np.int64)])
+        lengths = [1] * len(decode_slots) + [c.stop - c.start for c in chunks]
+        stops = starts + np.array(lengths, np.int64)
+        states.begin(slots, starts, stops)
+        self._segments, self._segment_slots = Segments(lengths), torch.from_numpy(slots)
+        kept = np.flatnonzero(stops % states.every == 0) if states.every else np.zeros(0, np.int64)
+        self._kept = torch.from_numpy(kept)
+        self._kept_at = torch.from_numpy(slots[kept]), torch.from_numpy(stops[kept] // max(1, states.every) - 1)
+
+    def recur(self, layer: int, inputs: Many[torch.Tensor], scan: Scan) -> torch.Tensor:
+        """Compute a recurrent layer from the states of the slots, and store the new states."""
+        assert self.kv.states is not None
+        current, kept = self.kv.states.current[layer], self.kv.states.kept[layer]
+        before = tuple(memory.index_select(0, self._segment_slots) for memory in current)
+        out, after = scan(inputs, before, self._segments)
+        for memory, copies, new in zip(current, kept, after, strict=True):
+            memory.index_copy_(0, self._segment_slots, new.to(memory.dtype))
+            if len(self._kept):
+                copies[self._kept_at] = new.index_select(0, self._kept).to(memory.dtype)
+        return out
 
     def attend(
         self,

@@ -16,7 +16,7 @@ class Counters:
     - `requests`: completed requests, of rollouts and production.
     - `production_requests`, `production_tokens`: completed requests of production, and tokens decoded for them.
     - `production_wait_s`: sum over production requests of the seconds from arrival to the first token.
-    - `rollouts_preempted`: requests of rollouts that lost their slot to a production request and were restarted.
+    - `rollouts_preempted`: requests of rollouts that lost their slot to a production request, and go on later.
     - `failed`: requests that were cancelled, late or refused.
     - `steps`, `busy_s`: forward passes, and the seconds in them.
     - `tokens`: tokens decoded.

@@ -26,12 +26,21 @@ class Runner:
     """The model, its KV cache, and the tokens and routes of each slot, on a CPU. `device_runner.runner_for` makes one.
 
     A slot is the memory of one running sequence. With `drafts` the runner keeps what the model's MTP heads need, and
-    `heads` drafts with them. Shapes: L layers with a router, K experts per token."""
+    `heads` drafts with them. `state_every`: that of `KVCache`. Shapes: L layers with a router, K experts per token."""
 
-    def __init__(self, model: Transformer, *, num_slots: int, context_tokens: int, drafts: bool = False) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        num_slots: int,
+        context_tokens: int,
+        drafts: bool = False,
+        state_every: int = 0,
+    ) -> None:
         self.model = model.eval()
         size: dict[str, int] = {"num_slots": num_slots, "context_tokens": context_tokens}
-        self.kv = KVCache(model.local, model.operators, **size, heads=len(model.mtp) if drafts else 0)
+        further = {"heads": len(model.mtp) if drafts else 0, "state_every": state_every}
+        self.kv = KVCache(model.local, model.operators, **size, **further)
         self.heads = Heads(model, self.kv, **size) if drafts else None
         sizes = (num_slots, context_tokens)
         self._non_finite = NonFiniteReporter(model)

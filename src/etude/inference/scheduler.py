@@ -5,11 +5,12 @@ of prompts. Sequences join and leave between any two steps. Where a prompt is cu
 on what else is in the batch.
 
 Production has strict priority over rollouts. It gets the first free slot, then the slot of an idle session, then that
-of a running rollout, which starts again later (with the same seed, so it gets the same tokens under the same weights).
+of a running rollout. The rollout keeps the tokens that it has sampled. Later the engine computes their keys again, like
+those of its prompt, and the rollout goes on; the tokens after them depend on its seed and their positions alone.
 While a prompt of production is computed, rollouts stop, with their KV kept. Afterwards both share the steps.
 
-Everything is bounded: slots, prompt tokens per step, and the waiting queue of each class. Beyond it requests are
-refused.
+Everything is bounded: slots, prompt tokens per step, and the waiting queue of each class. If the queue is full,
+further requests are refused.
 
 A request begins with the longest prefix of its prompt whose KV any slot holds (`slots`), so that a next turn computes
 only its new tokens, and siblings compute their common prompt once. If another request is computing the same beginning
@@ -26,11 +27,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from etude.inference.errors import EngineBusy, EngineLate
 from etude.inference.shaping import Shaping
 from etude.inference.slots import BLOCK, Prefix, Slot, SlotTable
 from etude.records.completion import Completion, CompletionRequest, Traffic, Version, VersionSpan
-from etude.records.wire import I32
+from etude.records.wire import I32, Routes
 
 
 @dataclass(slots=True, eq=False)
@@ -43,11 +46,13 @@ class Sequence:
     - `begun`: whether its first chunk was planned. Until then its slot still holds the KV of an earlier request.
     - `awaited`: another sequence whose KV this one will copy, and the number of its tokens that must be computed
       before.
-    - `num_cached`: prompt tokens whose KV was reused; `num_computed`: positions whose KV is in the slot.
+    - `num_cached`: tokens whose KV was reused when it began; `num_computed`: positions whose KV is in the slot.
+    - `num_kept`: the number of tokens that it had sampled when it was preempted for the last time.
     - `token_ids`, `logprobs`: the tokens sampled so far, and their log-probabilities.
     - `spans`: which version sampled which tokens, for the versions before the current one. `num_spanned`: the number of
       tokens in `spans`.
     - `kv_epoch`: the number of weight swaps since its oldest KV was computed.
+    - `kept_routes`: the routes of positions that were computed before it was preempted; None if it never was.
     - `shaping`: the state of its penalties and grammar; None if it has none (`Sampling.plain`).
     - `likeliest`: for each token the likeliest ones, as pairs (log-probability, id), if the request wants them.
     - `on_tokens`: called on the engine's thread after each step that sampled for it, or None."""
@@ -60,11 +65,13 @@ class Sequence:
     awaited: tuple[Sequence, int] | None = None
     num_cached: int = 0
     num_computed: int = 0
+    num_kept: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     num_spanned: int = 0
     kv_epoch: int = 0
+    kept_routes: Routes | None = None
     shaping: Shaping | None = None
     likeliest: list[list[tuple[float, int]]] = field(default_factory=list)
     on_tokens: Callable[[], None] | None = None
@@ -73,6 +80,18 @@ class Sequence:
     def num_prompt(self) -> int:
         """The number of prompt tokens of the request."""
         return len(self.request.prompt_ids)
+
+    @property
+    def num_prefill(self) -> int:
+        """The number of tokens that are computed before it samples: its prompt, and tokens from before a preemption."""
+        return self.num_prompt + self.num_kept
+
+    @property
+    def prefill_ids(self) -> I32:
+        """The tokens that are computed before it samples, [num_prefill]."""
+        if not self.num_kept:
+            return self.request.prompt_ids
+        return np.concatenate([self.request.prompt_ids, np.array(self.token_ids[: self.num_kept], np.int32)])
 
     @property
     def row(self) -> int:
@@ -106,8 +125,8 @@ class Sequence:
         """A text that describes the progress of the sequence, for errors."""
         if self.slot is None:
             return "waiting for a KV slot"
-        if self.num_computed < self.num_prompt:
-            return f"{self.num_computed} of {self.num_prompt} prompt tokens computed"
+        if self.num_computed < self.num_prefill:
+            return f"{self.num_computed} of {self.num_prefill} prompt tokens computed"
         return f"{len(self.token_ids)} of {self.request.sampling.max_tokens} tokens sampled"
 
     def is_late(self, now: float, stepped: float) -> bool:
@@ -120,13 +139,14 @@ class Sequence:
         """Whether the request comes from the gateway (production), not from a rollout."""
         return self.request.traffic is Traffic.PRODUCTION
 
-    def restart(self) -> None:
-        """Delete everything that was computed and sampled for the sequence, so that it starts again."""
+    def suspend(self) -> None:
+        """Give up the slot and its KV. The sampled tokens are kept."""
         self.slot, self.begun, self.awaited = None, False, None
         self.num_cached, self.num_computed, self.kv_epoch = 0, 0, 0
-        self.token_ids, self.logprobs, self.spans, self.num_spanned, self.likeliest = [], [], [], 0, []
-        if self.shaping is not None:
-            self.shaping.restart()
+        self.token_ids = list(self.token_ids)  # a drafter that knows the old list begins anew
+        self.num_kept = len(self.token_ids)
+        if not self.num_kept:
+            self.spans.clear()
 
     def append(self, token: int, logprob: float) -> None:
         """Append a sampled token."""
@@ -138,18 +158,22 @@ class Sequence:
     def close_span(self, version: Version) -> None:
         """Record that `version` sampled all tokens since the last span.
 
-        A version that computed but sampled nothing gets an empty span, if it is the first."""
+        A version that computed but sampled nothing gets an empty span, if it computed the oldest keys."""
         n = len(self.token_ids) - self.num_spanned
-        if n or (self.num_computed and not self.spans):
-            self.spans.append(VersionSpan(version, n, self.kv_epoch))
+        if n or (self.num_computed and not self.kv_epoch and self.num_spanned == self.num_kept):
+            before = self.spans[-1] if self.spans else None
+            if before is not None and before == VersionSpan(version, before.num_tokens, self.kv_epoch):
+                self.spans[-1] = VersionSpan(version, before.num_tokens + n, self.kv_epoch)
+            else:
+                self.spans.append(VersionSpan(version, n, self.kv_epoch))
             self.num_spanned += n
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The positions [start, stop) of a sequence's prompt, computed in one step.
+    """The positions [start, stop) of what a sequence computes before it samples (`Sequence.prefill_ids`), in one step.
 
-    The last chunk of a prompt also samples the first token."""
+    The last chunk also samples the next token."""
 
     sequence: Sequence
     start: int
@@ -158,12 +182,12 @@ class Chunk:
     @property
     def last(self) -> bool:
         """Whether it is the last chunk of its prompt."""
-        return self.stop == self.sequence.num_prompt
+        return self.stop == self.sequence.num_prefill
 
     @property
     def token_ids(self) -> I32:
         """The tokens that are computed."""
-        return self.sequence.request.prompt_ids[self.start : self.stop]
+        return self.sequence.prefill_ids[self.start : self.stop]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +250,10 @@ class Scheduler:
     - `chunk_tokens`: prompts are computed in chunks that end at multiples of this number.
     - `step_tokens`: the most prompt tokens of a step.
     - `max_waiting`: the most requests of a class (rollouts, production) that wait for a slot.
-    - `share`: False to compute every prompt whole; for comparisons."""
+    - `share`: False to compute every prompt whole; for comparisons.
+    - `grain`: KV is reused for prefixes whose length is a multiple of this number of tokens (`SlotTable`): 1, or
+      `chunk_tokens` for a model with recurrent layers.
+    - `on_preempt`: called with a rollout that is about to lose its slot."""
 
     def __init__(
         self,
@@ -237,12 +264,15 @@ class Scheduler:
         step_tokens: int,
         max_waiting: int,
         share: bool = True,
+        grain: int = 1,
+        on_preempt: Callable[[Sequence], None] = lambda _: None,
     ) -> None:
-        self.slots = SlotTable(num_slots, context_tokens, share=share)
+        self.slots = SlotTable(num_slots, context_tokens, share=share, grain=grain)
         self.chunk_tokens, self.step_tokens, self.max_waiting = chunk_tokens, step_tokens, max_waiting
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preempted = 0  # number of preempted rollouts
+        self._on_preempt = on_preempt
 
     def submit(self, sequence: Sequence) -> None:
         """Add a request to the queue. Raises `EngineBusy` when the queue of its class is full.
@@ -261,14 +291,14 @@ class Scheduler:
         """Give slots to waiting requests and return the plan of the next step, which may be empty."""
         self._record_progress()
         self._admit()
-        first = [s for s in self.running if s.production and s.num_computed < s.num_prompt]
+        first = [s for s in self.running if s.production and s.num_computed < s.num_prefill]
         running = [s for s in self.running if s.production] if first else self.running
-        decode = [s for s in running if s.num_computed >= s.num_prompt]
+        decode = [s for s in running if s.num_computed >= s.num_prefill]
         decode.sort(key=lambda s: s.row)
         plan = Plan(decode, [], [])
         budget = self.step_tokens
         for sequence in running:
-            if sequence.num_computed >= sequence.num_prompt:
+            if sequence.num_computed >= sequence.num_prefill:
                 continue
             prefix = Prefix(sequence.row, sequence.num_computed) if sequence.begun else self._find_prefix(sequence)
             if prefix is None:
@@ -338,8 +368,7 @@ class Scheduler:
                     return
 
     def _take_slot(self, sequence: Sequence) -> bool:
-        request = sequence.request
-        sequence.slot = self.slots.acquire(request.session_id, request.prompt_ids[:-1])
+        sequence.slot = self.slots.acquire(sequence.request.session_id, sequence.prefill_ids[:-1])
         if sequence.slot is None:
             return False
         self.waiting.remove(sequence)
@@ -355,13 +384,13 @@ class Scheduler:
             if other.begun and not other.stale and other.num_computed < num_tokens:
                 return None
             sequence.awaited = None
-        ids = sequence.request.prompt_ids[:-1]  # the last token is always computed: its logits are wanted
+        ids = sequence.prefill_ids[:-1]  # the last token is always computed: its logits are wanted
         shared = self.slots.shared(ids)
         prefix = self.slots.longest(sequence.slot, ids, shared)
         computing = (
             s
             for s in self.running
-            if s.begun and s.num_computed < s.num_prompt and not s.stale and s.production >= sequence.production
+            if s.begun and s.num_computed < s.num_prefill and not s.stale and s.production >= sequence.production
         )
         nearest = max(computing, key=lambda s: shared[s.row], default=None)
         if nearest is None or shared[nearest.row] < prefix.num_tokens + BLOCK:
@@ -374,7 +403,7 @@ class Scheduler:
         assert sequence.slot is not None, "it runs"
         if prefix.num_tokens and prefix.row != sequence.row:
             copies.append(Copy(prefix.row, sequence.row, prefix.num_tokens))
-        self.slots.begin(sequence.slot, sequence.request.prompt_ids, prefix)
+        self.slots.begin(sequence.slot, sequence.prefill_ids, prefix)
         sequence.begun, sequence.num_cached, sequence.num_computed = True, prefix.num_tokens, prefix.num_tokens
 
     def _record_progress(self) -> None:
@@ -391,25 +420,24 @@ class Scheduler:
             self.slots.extend(sequence.slot, sampled, held=num)
 
     def _preempt(self) -> bool:
-        """Preempt the rollout that loses least. It waits first in the queue and starts again.
-
-        A streamed request cannot be preempted, since its tokens were sent."""
-        able = [s for s in self.running if not s.production and s.on_tokens is None]
+        """Preempt the rollout that has the least to compute again. It waits first in the queue."""
+        able = [s for s in self.running if not s.production]
         if not able:
             return False
         victim = min(able, key=lambda s: s.num_computed)
         assert victim.slot is not None, "it runs"
+        self._on_preempt(victim)
         self._record(victim)
         self.running.remove(victim)
         self.slots.release(victim.slot, keep=False)
-        victim.restart()
+        victim.suspend()
         self.waiting.appendleft(victim)
         self.num_preempted += 1
         return True
 
     def _next_chunk(self, sequence: Sequence, start: int) -> Chunk:
         boundary = (start // self.chunk_tokens + 1) * self.chunk_tokens
-        return Chunk(sequence, start, min(boundary, sequence.num_prompt))
+        return Chunk(sequence, start, min(boundary, sequence.num_prefill))
 
 
 def late(sequence: Sequence) -> EngineLate:

@@ -40,17 +40,11 @@ class Shaping:
     """
 
     def __init__(self, request: CompletionRequest, matcher: Matcher | None, *, vocab_size: int) -> None:
-        self.request, self.vocab_size, self.failure = request, vocab_size, None
-        self._first = matcher
-        self._stops = np.array([i for i in request.sampling.stop_token_ids if 0 <= i < vocab_size], np.int64)
-        self.restart()
-
-    failure: EngineError | None
-
-    def restart(self) -> None:
-        """Go back to the state before the first token."""
-        sampling, self.failure, self._num_sampled = self.request.sampling, None, 0
-        self._matcher = self._first.copy() if self._first is not None else None
+        self.request, self.vocab_size = request, vocab_size
+        self.failure: EngineError | None = None
+        self._num_sampled, self._matcher = 0, matcher
+        sampling = request.sampling
+        self._stops = np.array([i for i in sampling.stop_token_ids if 0 <= i < vocab_size], np.int64)
         biased = [token for token, _ in sampling.logit_bias]
         repeats = sampling.repetition_penalty != 1.0
         prompt = np.unique(self.request.prompt_ids) if repeats else np.zeros(0, np.int32)

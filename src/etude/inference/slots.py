@@ -6,6 +6,9 @@ copy. For a new request an empty slot is taken first, then the least recently us
 of the least recently used idle session. KV is valid for one version of the weights only: a new version empties all
 slots.
 
+A model with recurrent layers can continue a sequence only where the states of these layers are known: behind all that
+its slot has computed, and at multiples of `grain` tokens. Then only such prefixes are reused.
+
 Prefixes are found by a hash per block of `BLOCK` tokens, which is compared in all slots at once. A match is then
 compared token by token before it is used.
 
@@ -55,7 +58,7 @@ class SlotTable:
     """All KV slots, the tokens of each, and the idle sessions that keep some of them.
 
     `held`: the number of leading tokens for which each slot has valid KV, [S] int64. With `share` False no KV is
-    reused, for comparisons.
+    reused, for comparisons. `grain`: prefixes are reused at multiples of this number of tokens; 1: at any.
 
     >>> table, ids = SlotTable(2, 64), np.arange(32, dtype=np.int32)
     >>> first = table.acquire("s", ids)
@@ -66,7 +69,8 @@ class SlotTable:
     Prefix(row=0, num_tokens=32)
     """
 
-    def __init__(self, num_slots: int, context_tokens: int, *, share: bool = True) -> None:
+    def __init__(self, num_slots: int, context_tokens: int, *, share: bool = True, grain: int = 1) -> None:
+        self._grain = grain
         self._slots = [Slot(i) for i in range(num_slots)]
         self._resting = dict.fromkeys(self._slots)  # no request runs in them
         self._idle: dict[str, Slot] = {}  # by the session that keeps it
@@ -132,18 +136,23 @@ class SlotTable:
         same = np.take_along_axis(self._tokens, at, 1) == given[at]
         more = np.where(same.all(1), BLOCK, same.argmin(1))
         shared: I64 = np.minimum(blocks * BLOCK + more, self._written)
-        return shared
+        return np.where(self.held <= shared, np.maximum(self.held, self._cut(shared)), self._cut(shared))
+
+    def _cut(self, num_tokens: I64) -> I64:
+        """Return the most tokens, at most as many as given, with which another sequence can begin."""
+        return num_tokens // self._grain * self._grain
 
     def longest(self, slot: Slot | None, ids: I32, shared: I64) -> Prefix:
         """Return the longest prefix of `ids` for which a slot has KV. `shared` is the result of `shared(ids)`.
 
         The prefix in `slot` is preferred, unless another one is longer by at least `MIN_COPY` tokens."""
-        here = np.minimum(shared, self.held)
+        here = np.where(self.held <= shared, self.held, self._cut(shared))
         row = int(here.argmax())
         if slot is not None and here[row] < here[slot.index] + MIN_COPY:
             row = slot.index
         num = int(here[row])
-        return Prefix(row, num_shared_tokens(self._tokens[row, :num], ids[:num]))
+        same = num_shared_tokens(self._tokens[row, :num], ids[:num])
+        return Prefix(row, same if same == num else same // self._grain * self._grain)
 
     def begin(self, slot: Slot, prompt_ids: I32, prefix: Prefix) -> None:
         """Record that a request starts in `slot` from the KV of `prefix`, and will compute the rest of its prompt.

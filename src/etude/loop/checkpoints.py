@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from etude.errors import CheckpointError
+from etude.errors import CheckpointError, RunRefused
 from etude.file_checksums import SUMS, files_in, verify_files, write_sums
 from etude.harness import ChatFormat
 from etude.models.headers import read_model_config, unused_layers
@@ -71,3 +71,20 @@ def newest_checkpoint(run: RunFolder) -> Path:
     final = run / "checkpoints" / "final"
     steps = sorted((run / "checkpoints").glob("step-*"))
     return final if final.is_dir() else steps[-1] if steps else run / "checkpoints" / "mid"
+
+
+def checkpoint_of(run: RunFolder, version: Version) -> Path:
+    """Return the checkpoint with the weights of a version, and the state of the optimiser after it.
+
+    It may be from another start of the learner, if that had the same weights at this step. Raises `RunRefused` if
+    the run has no such checkpoint any more, and `CheckpointError` if it is damaged."""
+    paths = [run / "checkpoints" / name for name in (f"step-{version.step:06d}", "final")]  # final: also of no step
+    found = {path: checkpoint_version(path) for path in paths}
+    for path, one in found.items():
+        if one is not None and (one.step, one.digest) == (version.step, version.digest):
+            return path
+    raise RunRefused(
+        f"{run.path} has no checkpoint of {version}",
+        "; ".join(f"{path} is of {one}" if one else f"{path} does not exist" for path, one in found.items()),
+        hint=f"deploy a version whose step has a checkpoint: etude weights point {run.path} STEP --branch stable",
+    )

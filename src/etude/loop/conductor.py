@@ -147,7 +147,7 @@ class Conductor:
         await self._with_learner(self._lineage)
         result = str(self.run_folder / "checkpoints" / "final")
         await self._with_learner(lambda: self._call("save", type(None), result))
-        await self._prune(self.step)
+        await self._drop_files()
 
     async def resume(self) -> None:
         """Make the learner load and publish the newest checkpoint, and set the ledger back to that step."""
@@ -565,7 +565,7 @@ class Conductor:
 
     async def _drop_files(self) -> None:
         """Delete the files of rollouts that nobody needs: of steps before any restart point, and of abandoned
-        attempts."""
+        attempts. At the end of RL those since the last restart point stay, for `etude judge labels`."""
         files = self.processes.files
         names = await run_in_thread(files.names)  # listed before the ledger is queried, so that new files are kept
         wanted = await self.ledger_thread(self.ledger.wanted_files)

@@ -82,6 +82,7 @@ def preflight(
         check_mid_training(config, model, given, log)
         check_experts(model, config.learner.expert_parallel)
         check_heads(config, model)
+        check_attention(config, model)
         log_unused_model_settings(config, model, given, log)
         check_step(config, model, log)
     if config.start is None:
@@ -89,6 +90,7 @@ def preflight(
         check_rank(config.model, config.learner.lora_rank)
         config.model.per_rank(config.numerics.degree)
         check_heads(config, config.model)
+        check_attention(config, config.model)
         check_step(config, config.model, log)
     check_hints(config.rewards)
     for term in config.rewards.terms:
@@ -344,6 +346,29 @@ def check_heads(config: RunConfig, model: ModelConfig) -> None:
             f"fleet.engines = {list(map(str, config.fleet.engines))} cannot serve this model",
             f"it has {heads} MTP heads, and {SERVER_KINDS[kinds[0]].name} has no memory for their weights",
             hint=f"use reference engines; or {drop}",
+        )
+
+
+def check_attention(config: RunConfig, model: ModelConfig) -> None:
+    """Check that a run uses nothing that the attention of its model cannot do. Raises `ConfigError` if not."""
+    if model.linear_layers and config.engine.speculation is not Speculation.OFF:
+        raise ConfigError(
+            f"engine.speculation = {str(config.engine.speculation)!r} is not possible",
+            f"the model, a {model.family}, has gated delta layers: rejected tokens cannot be removed from their states",
+            hint="set engine.speculation = 'off'",
+        )
+    if model.linear_layers and config.learner.context_parallel > 1:
+        raise ConfigError(
+            f"learner.context_parallel = {config.learner.context_parallel} is not possible",
+            f"the model, a {model.family}, has gated delta layers: each token needs the state after those before it",
+            hint="set learner.context_parallel = 1; data and expert parallelism are possible",
+        )
+    indexer = None if model.latent is None else model.latent.indexer
+    if indexer is not None and config.engine.context_tokens > indexer.top_k:
+        raise ConfigError(
+            f"engine.context_tokens = {config.engine.context_tokens} is too large for this model",
+            f"from {indexer.top_k} tokens on (index_topk) its attention is sparse, which etude does not compute",
+            hint=f"set it to at most {indexer.top_k}",
         )
 
 

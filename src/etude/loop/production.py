@@ -1,57 +1,54 @@
-"""Trains a run further on production use (`etude learn`): episodes from a privacy folder, rewards from users' signals.
+"""Trains a run further on production use (`etude learn`): on windows of episodes with rewards from users' signals.
 
-Each step takes the oldest settled episodes, each as a group of one rollout in the run's ledger, so that every episode
-is trained on at most once and every rule of a run holds: states, batches, traces, replay, publishing, checkpoints. The
-step's version is the newest one of the run's channel of weights, a candidate for `etude release begin`.
+Each step takes episodes of the newest window (`production_windows`), each as a group of one rollout in the run's
+ledger, so that every episode is trained on at most once and every rule of a run holds: states, batches, traces, replay,
+publishing, checkpoints. The step's version is the newest one of the run's channel of weights, a candidate for a release
+(`production_loop`).
 
 Consent is asked twice: when the batch is formed, and after the optimiser step. The second time the privacy folder is
 locked until the version is published, so that no subject withdraws in between. If one has withdrawn, the weights are
-discarded, the learner starts again from the last checkpoint, and the step is made again without that subject.
-
-An episode is linked to its rollout in the privacy folder before the ledger has the rollout. After a kill between the
-two, the record is still free, since no rollout in the ledger holds it."""
+discarded, the learner starts again from the last checkpoint, and the step is made again without that subject."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
-from etude.errors import ConfigError, EtudeError, NotFinite, RunRefused
-from etude.experience import Group, Ledger, plan_batch, step_metrics
+from etude.errors import EtudeError, NotFinite
+from etude.experience import Group, plan_batch, step_metrics
 from etude.experience.admission import Straggler
+from etude.experience.ledger import Reconciled
 from etude.experience.transitions import State
-from etude.loop.config import RunConfig
-from etude.loop.locations import has_published, ledger_location, traces_folder, weights_store
+from etude.loop.locations import traces_folder, weights_store
 from etude.loop.processes import Supervisor
+from etude.loop.production_windows import Window, Windows
 from etude.loop.retention import delete_oldest, oldest_restart_step
 from etude.loop.rpc import Caller, ProcessLost
-from etude.loop.run_in_thread import SerialExecutor, run_in_thread
+from etude.loop.run_in_thread import run_in_thread
 from etude.loop.run_processes import RunProcesses, open_processes
-from etude.privacy import Level, PrivacyFolder
-from etude.production import Baselines, Episode, LearnSettings, choose, find_episodes, graded_of, reward_of, rollout_of
+from etude.privacy import Level
+from etude.production import Baselines
 from etude.production.episodes import SOURCE
-from etude.production.outcomes import SignalSource, Values
-from etude.records import RolloutSpec, Version
+from etude.records import Version
 from etude.records.sample import Published, StepReport
-from etude.records.summary import BatchPlan, BatchRef, Member, summary_of
+from etude.records.summary import BatchPlan, BatchRef, Member
+from etude.releases.pointers import STABLE, branch_version
 from etude.rewards import Composition
-from etude.run import RunFolder
 from etude.telemetry import Telemetry
-from etude.weights.chain import history
+from etude.training.schedule import rl_lr_multiplier
 from etude.weights.chain.history import LineageSteps
 
 STEP_S, BEGIN_S = 600.0, 1200.0
-LEAST = 2  # episodes of a step
 MAX_FRUITLESS = 6  # lost learners in a row without a step
-STABLE = "stable"  # the branch of the deployed version, if there is one
-BASELINES, SINCE = "production.baselines", "production.since"  # in the ledger
+BASELINES = "production.baselines"  # in the ledger
 NO_CONSENT = "its subject no longer allows training"
+NOT_PROMOTED = "a version that was trained on it was not promoted"
 SCHEME, SCHEME_VERSION = "production-baselines", "1"
 T = TypeVar("T")
 OnStep = Callable[[int, Version, dict[str, Any]], None]
@@ -59,31 +56,32 @@ OnStep = Callable[[int, Version, dict[str, Any]], None]
 
 
 async def learn(
-    run: RunFolder,
-    config: RunConfig,
-    settings: LearnSettings,
+    windows: Windows,
     telemetry: Telemetry,
-    folder: PrivacyFolder,
-    signals: SignalSource,
     *,
     steps: int | None,
     poll_s: float,
     on_step: OnStep,
     on_wait: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Train a run on production use, for a number of steps, or until it is cancelled if `steps` is None.
+    """Train a run on its windows without releases, for `steps` steps; None: until it is cancelled.
 
-    The caller holds the run's lock. `poll_s`: how often new episodes are looked for, in s. `on_wait` is called with a
-    line on what is waited for when that changes. Raises `ConfigError` for settings that do not fit the run,
-    `RunRefused` if its RL has not ended, and the error that ended training."""
-    supervisor = Supervisor(telemetry, hung_s=config.fleet.hung_s)
+    The caller holds the run's lock. `poll_s`: seconds between checks for new episodes. `on_wait` is called with a
+    line that says what it waits for, whenever that changes. Raises the error that ended training."""
+    async with trainer_of(windows, telemetry) as trainer:
+        await trainer.train(steps, poll_s=poll_s, on_step=on_step, on_wait=on_wait)
+
+
+@contextlib.asynccontextmanager
+async def trainer_of(windows: Windows, telemetry: Telemetry) -> AsyncIterator[ProductionTrainer]:
+    """Start a learner process for the run of `windows`, and yield a trainer that uses it.
+
+    The process ends at the end of the `async with` block."""
+    supervisor = Supervisor(telemetry, hung_s=windows.config.fleet.hung_s)
     try:
-        async with open_processes(run, config, telemetry, supervisor) as processes:
-            with contextlib.closing(
-                ProductionTrainer(run, config, settings, telemetry, processes, folder, signals)
-            ) as trainer:
-                await processes.start_learner()
-                await trainer.train(steps, poll_s=poll_s, on_step=on_step, on_wait=on_wait)
+        async with open_processes(windows.run, windows.config, telemetry, supervisor) as processes:
+            await processes.start_learner()
+            yield ProductionTrainer(windows, telemetry, processes)
     finally:
         await supervisor.close()
 
@@ -91,52 +89,39 @@ async def learn(
 class ProductionTrainer:
     """Trains a run on production episodes with the run's learner process. See the module's docstring."""
 
-    def __init__(
-        self,
-        run: RunFolder,
-        config: RunConfig,
-        settings: LearnSettings,
-        telemetry: Telemetry,
-        processes: RunProcesses,
-        folder: PrivacyFolder,
-        signals: SignalSource,
-    ) -> None:
-        if not run.ended("rl") or not has_published(run):
-            hint = f"finish its RL first: etude run --resume {run.path}"
-            raise RunRefused(f"{run.path} cannot learn from production yet", "its RL has not ended", hint=hint)
-        self.run, self.config, self.settings, self.telemetry = run, config, settings, telemetry
-        self.processes, self.folder, self.signals = processes, folder, signals
-        capacity = config.experience.window.max_open_groups * config.experience.group_size
-        if settings.episodes > capacity:
-            raise ConfigError(
-                f"episodes = {settings.episodes} is more than the run's ledger has slots",
-                f"it has {capacity}: groups_per_step x group_size x (max_lag + 1) of the run",
-                hint=f"set episodes = {capacity} or less",
-            )
-        self.ledger = Ledger(ledger_location(run), capacity=capacity, log=self._log_ledger)
-        self.storage = SerialExecutor("storage")  # the one thread that uses the ledger and the privacy folder
-        self.composition = Composition(require_submit=False, kl=settings.kl)
-        self.prefix = f"{SOURCE}-{run.identity()['run_id']}-"  # several runs may learn from one privacy folder
+    def __init__(self, windows: Windows, telemetry: Telemetry, processes: RunProcesses) -> None:
+        self.windows, self.telemetry, self.processes = windows, telemetry, processes
+        self.run, self.config, self.settings = windows.run, windows.config, windows.settings
+        self.ledger, self.storage, self.folder = windows.ledger, windows.storage, windows.folder
+        self.composition = Composition(require_submit=False, kl=self.settings.kl)
         self.step = 0
+        self.version: Version | None = None  # of the learner's weights, as last published
         self._learner: Caller | None = None
-
-    def close(self) -> None:
-        """Close the ledger after its pending writes. Idempotent."""
-        self.storage.close()
-        self.ledger.close()
-
-    def _log_ledger(self, words: str) -> None:
-        self.telemetry.event("ledger", reason=words)
+        self._window: Window | None = None
+        self._referred: Version | None = None
 
     async def train(self, steps: int | None, *, poll_s: float, on_step: OnStep, on_wait: Callable[[str], None]) -> None:
-        """Make `steps` steps, or go on until cancelled if it is None. See `learn`."""
-        done = fruitless = 0
-        while steps is None or done < steps:
+        """Make `steps` steps; None: go on until cancelled. See `learn`."""
+        made = await self.train_window(on_step, most=steps)  # of a window that an earlier process left
+        while steps is None or made < steps:
+            await self.windows.fill(poll_s=poll_s, on_wait=on_wait)
+            made += await self.train_window(on_step, most=None if steps is None else steps - made)
+
+    async def train_window(self, on_step: OnStep, *, most: int | None = None) -> int:
+        """Make the missing steps of the newest window, at most `most` (None: all). Returns how many were made.
+
+        Afterwards `version` is the newest version that the learner has published. Raises the error that ended
+        training."""
+        made = fruitless = 0
+        self._window = await self.storage(self.windows.newest)
+        while most is None or made < most:
             try:
                 if self._learner is None or self._learner.lost.is_set():
                     await self._begin()
-                groups = await self._next_groups(poll_s, on_wait)
-                made = await self._make_step(groups)
+                groups = await self.windows.left()
+                if not groups:
+                    break
+                done = await self._make_step(groups)
             except ProcessLost as error:
                 self._learner, fruitless = None, fruitless + 1
                 self.telemetry.event("lineage", state="lost", step=self.step, reason=error.what)
@@ -144,9 +129,10 @@ class ProductionTrainer:
                     facts = f"{fruitless} times in a row; the last time: {error.what}: {error.facts}"
                     raise EtudeError("the learner was lost repeatedly", facts, hint=error.hint) from None
                 continue
-            if made is not None:
-                fruitless, done = 0, done + 1
-                on_step(self.step, *made)
+            if done is not None:
+                fruitless, made = 0, made + 1
+                on_step(self.step, *done)
+        return made
 
     async def _call(self, method: str, kind: type[T], *args: object) -> T:
         assert self._learner is not None, "a lineage has begun"
@@ -159,109 +145,32 @@ class ProductionTrainer:
         self.step = await learner.call("begin", int, str(checkpoint), deadline_s=BEGIN_S)
         await self._call("offer", type(None), ())
         published = await self._call("published", Published)
-        if self.settings.kl:
-            store = weights_store(self.run)
-            stable = await run_in_thread(lambda: history.head(store, "policy", STABLE))
-            deployed = published.version if stable is None else stable.head.version
-            await self._call("refer", type(None), deployed.step)
-        steps = LineageSteps(weights_store(self.run))
-        mended = await self.storage(
-            functools.partial(self.ledger.reconcile, steps, believed=steps.unread_up_to, head=published.version)
-        )
+        self.version, self._referred = published.version, None
+        mended = await self.storage(self._reconcile, published.version)
         self.telemetry.event("lineage", state="begin", step=self.step, version=str(published.version), **vars(mended))
         await self._drop_files()
 
-    # Episodes
+    def _reconcile(self, head: Version) -> Reconciled:
+        """Correct the ledger's states for the learner's weights. Rollouts of earlier windows that these weights were
+        not trained on are quarantined: their version was not promoted, and the next one is not trained on them."""
+        steps, window, prefix = LineageSteps(weights_store(self.run)), self._window, self.windows.prefix
 
-    async def _next_groups(self, poll_s: float, on_wait: Callable[[str], None]) -> list[str]:
-        """Return the ids of the groups of the next step: those that were left over, or new ones."""
-        told = ""
-        while True:
-            open_now = await self.storage(self.ledger.open_groups)
-            if left := [group_id for group_id in open_now if group_id.startswith(self.prefix)]:
-                return left
-            ready, rated, why = await self.storage(self._ready, time.time())
-            if not why:
-                return await self._admit(ready, rated)
-            if why != told:
-                told = why
-                on_wait(why)
-            await asyncio.sleep(poll_s)
+        def spent(group_id: str) -> str:
+            if window is None or window.base is None or not group_id.startswith(prefix):
+                return ""
+            return NOT_PROMOTED if int(group_id.removeprefix(prefix)) < window.first else ""
 
-    def _ready(self, now: float) -> tuple[list[Episode], list[tuple[Values, float]], str]:
-        """Return the episodes of the next step with their signals and rewards, and "" or what is waited for."""
-        since = float(self.ledger.recall(SINCE) or 0.0)
-        found = find_episodes(self.folder, since=since, taken=self._taken)
-        settled = [one for one in found if one.last_at <= now - self.settings.settle_s]
-        valued = dict[tuple[str, ...], tuple[Values, float]]()
-        for one in settled:
-            values = self.signals.values_of(one.response_ids)
-            reward = reward_of(values, self.settings.outcomes)
-            if reward is None:
-                reward = self.settings.silent
-            if reward is not None:
-                valued[one.record_ids] = values, reward
-        self._move_on(found, valued.keys(), now)
-        rated = [one for one in settled if one.record_ids in valued]
-        chosen = choose(rated, episodes=self.settings.episodes, per_user=self.settings.per_user)
-        waited_s = now - self.settings.settle_s - min((one.last_at for one in chosen), default=now)
-        late = len(chosen) >= LEAST and waited_s >= self.settings.max_wait_s
-        waits = len(chosen) < self.settings.episodes and not late
-        counts = f"{len(rated)} with a signal that counts, {len(settled)} settled, {len(found)} in all"
-        why = f"{len(chosen)} of {self.settings.episodes} episodes: {counts}"
-        return chosen, [valued[one.record_ids] for one in chosen], why if waits else ""
+        return self.ledger.reconcile(steps, believed=steps.unread_up_to, head=head, spent=spent)
 
-    def _taken(self, record_ids: Collection[str]) -> set[str]:
-        """Return those of these records that a rollout in the ledger holds."""
-        uses = self.folder.records.uses(record_ids)
-        mine = {i for ids in uses.values() for i in ids if i.startswith(self.prefix)}
-        stored = {row.rollout_id for row in self.ledger.find_rows(mine)} if mine else set[str]()
-        return {record_id for record_id, ids in uses.items() if ids & stored}
-
-    def _move_on(self, found: Sequence[Episode], rated: Collection[tuple[str, ...]], now: float) -> None:
-        """Remember from which time on answers are read: episodes before it were trained on, or settled unrated."""
-        open_now = [one for one in found if one.record_ids in rated or one.last_at > now - self.settings.settle_s]
-        since = min((one.first_at for one in open_now), default=now - self.settings.settle_s)
-        if since > float(self.ledger.recall(SINCE) or 0.0):
-            self.ledger.transaction(lambda: self.ledger.remember(SINCE, since))
-
-    async def _admit(self, episodes: Sequence[Episode], rated: Sequence[tuple[Values, float]]) -> list[str]:
-        """Store episodes as graded rollouts, each the only one of its group. Returns the ids of the groups."""
-        first = await self.storage(self.ledger.num_groups)
-        rollouts = [rollout_of(one, f"{self.prefix}{first + i:06d}") for i, one in enumerate(episodes)]
-
-        def link() -> None:
-            for rollout, one in zip(rollouts, episodes, strict=True):
-                for record_id in one.record_ids:
-                    self.folder.records.link(record_id, rollout.rollout_id)
-
-        await self.storage(link)
-        stored = await run_in_thread(lambda: [self.processes.files.write(rollout) for rollout in rollouts])
-        ended = [
-            (summary_of(rollout, file), graded_of(values, reward))
-            for rollout, file, (values, reward) in zip(rollouts, stored, rated, strict=True)
-        ]
-        specs = [
-            RolloutSpec(
-                rollout_id=rollout.rollout_id,
-                group_id=rollout.group_id,
-                attempt=0,
-                task=rollout.task,
-                seed=0,
-                temperature=self.config.rl.temperature,
-                keep_routes=False,
-            )
-            for rollout in rollouts
-        ]
-
-        def store() -> None:
-            self.ledger.admit(*specs)
-            for spec in specs:
-                self.ledger.move(spec.rollout_id, State.RUNNING)
-            self.ledger.finish_all(ended)
-
-        await self.storage(self.ledger.transaction, store)
-        return [rollout.group_id for rollout in rollouts]
+    async def _refer(self) -> None:
+        """Have the learner compare with the deployed version: that of the branch `stable`; without one, the newest when
+        the learner began."""
+        store = weights_store(self.run)
+        deployed = await run_in_thread(lambda: branch_version(store, "policy", STABLE))
+        deployed = deployed or self._referred or self.version
+        if deployed is not None and deployed != self._referred:
+            await self._call("refer", type(None), deployed.step)
+            self._referred = deployed
 
     # Steps
 
@@ -272,11 +181,10 @@ class ProductionTrainer:
         taken again."""
         await self._withdraw(groups)
         found = await self.storage(self.ledger.groups, groups)
-        k1 = (
-            await self._call("k1", dict[str, float], [s for g in found for s, _ in g.valid])
-            if self.settings.kl
-            else None
-        )
+        k1 = None
+        if self.settings.kl:
+            await self._refer()
+            k1 = await self._call("k1", dict[str, float], [s for g in found for s, _ in g.valid])
         plan = await self.storage(self._plan, found, k1)
         batch = await self._call("record", BatchRef, plan)
         await self.storage(self.ledger.transaction, functools.partial(self._take, batch, plan))
@@ -295,12 +203,14 @@ class ProductionTrainer:
             await self._call("offer", type(None), batch.rollout_ids)
             published = await self._call("published", Published)
         await self.storage(self.ledger.commit, batch.rollout_ids, published.version)
-        self.step = batch.step
+        self.step, self.version = batch.step, published.version
         facts = {
             **step_metrics(plan, batch),
             **{name: getattr(report, name) for name in report.__struct_fields__},
             **optim,
             "origin": SOURCE,
+            "window": 0 if self._window is None else self._window.number,
+            "sampled_by": _sampled_by(found, self._window),
             "train_s": round(time.perf_counter() - began, 4),
         }
         self.telemetry.event("rl.step", step=batch.step, num_steps=batch.step, **facts)
@@ -330,7 +240,7 @@ class ProductionTrainer:
             await self.storage(self.ledger.transaction, work)
             for one in summaries:
                 if one is not None and one.summary is not None:
-                    await run_in_thread(functools.partial(self.processes.files.drop, one.summary))
+                    await run_in_thread(functools.partial(self.windows.files.drop, one.summary))
             self.telemetry.event("production.withdrawn", rollouts=len(gone), step=self.step)
         return len(gone)
 
@@ -357,7 +267,20 @@ class ProductionTrainer:
         by_id = {one.rollout_id: advantage for (one, _), advantage in zip(rewarded, given, strict=True)}
         members = tuple(msgspec.structs.replace(one, advantage=by_id.get(one.rollout_id, 0.0)) for one in plan.members)
         rewards = {**plan.rewards, "scheme": SCHEME, "scheme_version": SCHEME_VERSION}
-        return msgspec.structs.replace(plan, members=members, rewards=rewards)
+        return msgspec.structs.replace(plan, members=members, rewards=rewards, lr_share=self._lr_share())
+
+    def _lr_share(self) -> float:
+        """Return the factor of the run's scheduled rate that makes the rate of the next step: constant after a warm-up
+        that begins with the deployed version, or at the end of RL where no releases are made."""
+        learner, num_steps, base = (
+            self.config.learner,
+            self.config.rl.steps,
+            None if self._window is None else self._window.base,
+        )
+        since = max(0, self.step - (num_steps if base is None else base.step))
+        warm = min(1.0, (since + 1) / learner.warmup_steps) if learner.warmup_steps else 1.0
+        scheduled = rl_lr_multiplier(self.step, num_steps, warmup_steps=learner.warmup_steps)
+        return self.settings.lr_share * warm / scheduled
 
     def _take(self, batch: BatchRef, plan: BatchPlan) -> None:
         """Record the batch, and count its rewards in the baselines, unless they were counted before."""
@@ -373,13 +296,14 @@ class ProductionTrainer:
         await self._drop_files()
         disk_gb = self.config.retention.disk_gb
         traces = traces_folder(self.run)
-        await self.storage(functools.partial(delete_oldest, self.run, self.ledger, traces, disk_gb=disk_gb))
+        keep = self._window.deployed_steps if self._window is not None else ()
+        await self.storage(functools.partial(delete_oldest, self.run, self.ledger, traces, disk_gb=disk_gb, keep=keep))
 
     async def _drop_files(self) -> None:
         """Delete the files of rollouts that nobody needs any more."""
-        names = await run_in_thread(self.processes.files.names)
+        names = await run_in_thread(self.windows.files.names)
         wanted = await self.storage(self.ledger.wanted_files)
-        await run_in_thread(functools.partial(self.processes.files.keep_only, names, wanted))
+        await run_in_thread(functools.partial(self.windows.files.keep_only, names, wanted))
 
 
 def _rewarded(plan: BatchPlan) -> Iterator[tuple[Member, tuple[str, float]]]:
@@ -387,3 +311,18 @@ def _rewarded(plan: BatchPlan) -> Iterator[tuple[Member, tuple[str, float]]]:
     for one in plan.members:
         if one.reward is not None and one.summary is not None:
             yield one, (one.summary.family, one.reward.value)
+
+
+def _sampled_by(groups: Sequence[Group], window: Window | None) -> dict[str, float]:
+    """Return the shares of the sampled tokens by what their version was when the window was formed: "deployed",
+    "before" (deployed before it) or "other". Empty where no releases are made."""
+    if window is None or window.base is None:
+        return {}
+    counts = Counter[str]()
+    names = {one.digest: name for one, name in ((window.before, "before"), (window.base, "deployed")) if one}
+    for one in (summary for group in groups for summary, _ in group.valid):
+        for places, number in one.sampled_by:
+            found = {names.get(one.versions[place].digest, "other") for place in places}
+            counts["other" if "other" in found else "before" if "before" in found else "deployed"] += number
+    total = max(1, counts.total())
+    return {name: counts[name] / total for name in ("deployed", "before", "other")}

@@ -8,9 +8,10 @@ are recorded in the ledger first, so that files that are missing later are not t
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from etude.errors import RunRefused
 from etude.experience import Ledger
 from etude.experience.traces import TraceFile, TraceFolder, recorded_steps, trace_path
 from etude.run import RunFolder
@@ -32,12 +33,14 @@ def replayable_after(ledger: Ledger) -> int:
     return int(ledger.recall(NOTE) or 0)
 
 
-def delete_oldest(run: RunFolder, ledger: Ledger, traces: TraceFolder, *, disk_gb: float) -> int:
+def delete_oldest(
+    run: RunFolder, ledger: Ledger, traces: TraceFolder, *, disk_gb: float, keep: Collection[int] = ()
+) -> int:
     """Delete the oldest checkpoints and traces until the rest fits into `disk_gb`. Returns the number of bytes deleted.
 
-    A trace is the recorded batch of a step. Traces in a bucket use no disk, and are deleted with the checkpoint before
-    them. Call it when no checkpoint is being written. A kill at any moment leaves only files that the next call
-    deletes."""
+    `keep`: the steps of checkpoints that are not deleted. A trace is the recorded batch of a step. Traces in a bucket
+    use no disk, and are deleted with the checkpoint before them. Call it when no checkpoint is being written. A kill at
+    any moment leaves only files that the next call deletes."""
     for left in (run / "checkpoints").glob(".*"):  # partly deleted, or partly written by a killed learner
         shutil.rmtree(left)
     checkpoints = dict(sorted(steps_in(run / "checkpoints", "step-*")))
@@ -47,7 +50,7 @@ def delete_oldest(run: RunFolder, ledger: Ledger, traces: TraceFolder, *, disk_g
     freed = 0
     for step in list(checkpoints)[: 1 - STRETCHES]:  # each ends the previous stretch
         gone: list[TraceFile] = [path for at, path in batches.items() if at <= step]
-        gone += [path for at, path in checkpoints.items() if at < step]
+        gone += [path for at, path in checkpoints.items() if at < step and at not in keep]
         if step > replayable_after(ledger):
             if freed >= excess:
                 break
@@ -70,6 +73,23 @@ def steps_in(folder: Path, pattern: str) -> Iterator[tuple[int, Path]]:
 def _size(path: Path) -> int:
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def go_back(run: RunFolder, step: int, *, not_before: int) -> list[int]:
+    """Delete the checkpoints of steps after `step`, so that the run continues from there. Returns their steps.
+
+    `not_before`: the step with which RL ended. Raises `RunRefused` if a checkpoint of that step or an earlier one would
+    be deleted. If the process is killed meanwhile, the run continues from one of its checkpoints; call this again."""
+    later = sorted((at, path) for at, path in steps_in(run / "checkpoints", "step-*") if at > step)
+    if later and later[0][0] <= not_before:
+        raise RunRefused(
+            f"{run.path} cannot go back to step {step}",
+            f"that would delete the checkpoint of step {later[0][0]}, which is not after the end of RL ({not_before})",
+            hint=f"deploy a version from the end of RL on: etude weights point {run.path} {not_before} --branch stable",
+        )
+    for _, path in reversed(later):
+        _delete(path)
+    return [at for at, _ in later]
 
 
 def _delete(path: TraceFile) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from etude.config import build, to_plain
 from etude.errors import ConfigError, EtudeError, SuiteRefused
-from etude.evals.suites import Suite
+from etude.evals.suites import Suite, read_suite
 from etude.experience.database import NoLedger
 from etude.harness.config import HarnessConfig
 from etude.harness.tools import STANDARD_TOOLS
@@ -163,6 +163,16 @@ def refuse_trained(suite: Suite, tasks: Sequence[Task], run: RunFolder) -> None:
             f"one of them is {first.split} task {first.index} ({first.task_id})",
             hint="evaluate on splits that are never trained on: heldout, validation or transfer",
         )
+
+
+def check_suite(name: str, run: RunFolder) -> None:
+    """Check that a suite can be read, that it has tasks, and that a run has not trained on one of them.
+
+    Raises `InputError` for an unknown suite, and `ConfigError`, `TaskError` or `SuiteRefused` for one that cannot be
+    played."""
+    suite = read_suite(name)
+    config = config_for(suite, settings_of(run), Subject(run.path.name, run.path, run))
+    refuse_trained(suite, suite_tasks(suite, config), run)
 
 
 def _in_training_split(task: Task, own: TaskSource) -> bool:

@@ -10,8 +10,9 @@ Shapes: N tokens of the forward pass, D width, H query heads, G key/value heads,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -23,9 +24,16 @@ from etude.models.components import GroupedQueries, QkNorm
 from etude.models.config import ModelConfig
 from etude.models.hooks import ForwardHook
 from etude.models.rope import Rope
+from etude.numerics.delta_rule import Segments
 from etude.numerics.exact.options import AttentionOptions
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import SINGLE_RANK, Parallel
+
+States = tuple[torch.Tensor, ...]
+"""What a recurrent layer keeps of S sequences, [S, ...] each: for a gated delta layer the shapes of `state_shapes`."""
+Scan = Callable[[Sequence[torch.Tensor], States | None, Segments], tuple[torch.Tensor, States]]
+"""(inputs of N tokens, states before the segments or None at the beginning of a sequence, segments) -> (outputs [N,
+...], states after the segments)."""
 
 
 class Cache(Protocol):
@@ -57,6 +65,11 @@ class Cache(Protocol):
         `compressed`, v is a view of the first B numbers of k. H are query heads, G key/value heads, A and B the widths
         of keys and values. `options`: a sliding window and sinks, in layers that have them."""
 
+    def recur(self, layer: int, inputs: Sequence[torch.Tensor], scan: Scan) -> torch.Tensor:
+        """Compute a recurrent layer, from the states of the tokens' sequences, and store the states after the tokens.
+
+        `inputs`: tensors with a row for each of the N tokens. Returns the outputs, [N, ...]."""
+
 
 class Packed:
     """A `Cache` for several full sequences, packed one after another. Each sequence attends only to itself.
@@ -75,6 +88,7 @@ class Packed:
         if not lengths or min(lengths) < 1:
             raise ValueError(f"lengths of packed sequences must be at least 1, not {list(lengths)[:8]}")
         self.lengths = list(lengths)
+        self._segments = Segments(self.lengths, device)
         self._attend = operators.packed_attention(self.lengths, torch.device(device))
         self.positions = torch.cat([torch.arange(n) for n in self.lengths]).to(device)
 
@@ -88,6 +102,9 @@ class Packed:
         options: AttentionOptions | None = None,
     ) -> torch.Tensor:
         return self._attend(q_NHA, k_NGA, v_NGB, scale, options)
+
+    def recur(self, layer: int, inputs: Sequence[torch.Tensor], scan: Scan) -> torch.Tensor:
+        return scan(inputs, None, self._segments)[0]
 
 
 MOST_COPIES = 8
@@ -136,6 +153,7 @@ class PackedTree:
         self._copy_again = copied > MOST_COPIES * sum(self._own)
         ranges = [torch.arange(branch.start, branch.start + branch.length) for branch in branches]
         self.positions = torch.cat(ranges).to(device)
+        self._levels: list[_Level] | None = None  # found when a recurrent layer asks for them
 
     def attend(
         self,
@@ -159,6 +177,17 @@ class PackedTree:
             outs.append(one)
         return torch.cat(outs, 1).transpose(0, 1)
 
+    def recur(self, layer: int, inputs: Sequence[torch.Tensor], scan: Scan) -> torch.Tensor:
+        if self._levels is None:
+            self._levels = _levels(self._pieces, self._branches, self.positions.device)
+        outs: list[torch.Tensor] = []
+        states: States | None = None
+        for level in self._levels:
+            before = None if states is None else tuple(one.index_select(0, level.parents) for one in states)
+            out, states = scan([x.index_select(0, level.rows) for x in inputs], before, level.segments)
+            outs.append(out)
+        return torch.cat(outs).index_select(0, torch.cat([level.rows for level in self._levels]).argsort())
+
     def _one(
         self,
         branch: Branch,
@@ -169,6 +198,29 @@ class PackedTree:
     ) -> torch.Tensor:
         k, v = torch.cat(seen[: len(branch.seen)], 1), torch.cat(seen[len(branch.seen) :], 1)
         return self._causal(q, k, v, scale, branch.start, options)
+
+
+@dataclass(frozen=True)
+class _Level:
+    """The pieces of a tree that have the same number of pieces before them.
+
+    `rows`: int64, their tokens, one piece after another. `parents`: int64, for each of them the piece before it, by its
+    place in the level above."""
+
+    rows: torch.Tensor
+    parents: torch.Tensor
+    segments: Segments
+
+
+def _levels(pieces: Sequence[int], branches: Sequence[Branch], device: torch.device) -> list[_Level]:
+    parents = {piece: before for branch in branches for before, piece in pairwise((-1, *branch.seen))}
+    starts, found, above = [*accumulate(pieces, initial=0)], list[_Level](), [-1]
+    while own := [piece for piece in parents if parents[piece] in above]:
+        rows = torch.cat([torch.arange(starts[piece], starts[piece + 1]) for piece in own])
+        places = torch.tensor([above.index(parents[piece]) for piece in own])
+        found.append(_Level(rows.to(device), places.to(device), Segments([pieces[piece] for piece in own], device)))
+        above = own
+    return found
 
 
 class AttentionLayer(Protocol):
@@ -203,7 +255,13 @@ class Attention(nn.Module):
         assert isinstance(kind, GroupedQueries)
         self.operators, self.parallel, self.qk_norm = operators, parallel, kind.qk_norm
         self.heads, self.kv_heads, self.head_dim, self.eps = c.num_heads, c.num_kv_heads, c.head_dim, c.rms_eps
-        self.qkv = nn.Parameter(torch.empty((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size))
+        self.gated, self.centred = kind.gated, c.architecture.centred_norms
+        self.rows = [
+            c.num_heads * (1 + kind.gated) * c.head_dim,
+            c.num_kv_heads * c.head_dim,
+            c.num_kv_heads * c.head_dim,
+        ]
+        self.qkv = nn.Parameter(torch.empty(sum(self.rows), c.hidden_size))
         self.bias = nn.Parameter(torch.zeros(self.qkv.shape[0])) if kind.bias else None  # of queries, keys, values
         self.out = nn.Parameter(torch.empty(c.hidden_size, c.num_heads * c.head_dim))
         self.out_bias = nn.Parameter(torch.zeros(c.hidden_size)) if kind.out_bias else None
@@ -216,8 +274,9 @@ class Attention(nn.Module):
                 hint="use a CPU",
             )
         norms = kind.norms(c)
-        self.q_norm = nn.Parameter(torch.ones(norms["q_norm"])) if norms else None
-        self.k_norm = nn.Parameter(torch.ones(norms["k_norm"])) if norms else None
+        first = torch.zeros if self.centred else torch.ones
+        self.q_norm = nn.Parameter(first(norms["q_norm"])) if norms else None
+        self.k_norm = nn.Parameter(first(norms["k_norm"])) if norms else None
 
     def forward(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, hook: ForwardHook) -> torch.Tensor:
         """Return the outputs of N tokens, [N, D] like the inputs; their keys and values are put into the cache."""
@@ -225,6 +284,11 @@ class Attention(nn.Module):
         ops, parallel = self.operators, self.parallel
         qkv = parallel.column_parallel(ops, x_ND, self.qkv)
         qkv = hook("attention.qkv", qkv if self.bias is None else qkv + self.bias.to(qkv.dtype))
+        gate = None
+        if self.gated:
+            both, kv = torch.split(qkv, [self.rows[0], sum(self.rows[1:])], -1)
+            q, gate = both.view(n, h, 2, a).unbind(2)
+            qkv = torch.cat([q.flatten(1), kv], -1)
         qk, v = torch.split(qkv.view(n, h + 2 * g, a), [h + g, g], 1)
         if self.q_norm is not None and self.k_norm is not None:
             qk = hook("attention.qk_norm", self._normed(qk, self.q_norm, self.k_norm))
@@ -232,6 +296,8 @@ class Attention(nn.Module):
         window, sinks = self.windows.get(layer), self.sinks
         options = () if window is None and sinks is None else (None, AttentionOptions(window, sinks))
         o = hook("attention.attended", cache.attend(layer, q, k, v, *options).reshape(n, h * a))
+        if gate is not None:
+            o = hook("attention.gated", (o * ops.elementwise(torch.sigmoid, gate.flatten(1))).to(o.dtype))
         y = parallel.row_parallel(ops, o, self.out, "attention.out")
         return hook("attention.out", y if self.out_bias is None else y + self.out_bias.to(y.dtype))
 
@@ -248,15 +314,17 @@ class Attention(nn.Module):
             wide = zip(torch.split(qk, parts, 1), weights, strict=True)
             return torch.cat([ops.rms_norm(x.flatten(1), w, self.eps).view_as(x) for x, w in wide], 1)
         norms = (self.parallel.copy_to_ranks(ops, weight) for weight in weights)
+        if self.centred:
+            each = zip(torch.split(qk, parts, 1), norms, strict=True)
+            return torch.cat([ops.centred_rms_norm(x, norm, self.eps) for x, norm in each], 1)
         scale = torch.cat([norm.expand(n, self.head_dim) for norm, n in zip(norms, parts, strict=True)]).to(qk.dtype)
         return ops.rms_norm(qk, None, self.eps) * scale
 
     def views(self) -> dict[str, torch.Tensor]:
-        rows = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
         found: dict[str, torch.Tensor] = {}
         for part, fused in (("weight", self.qkv), ("bias", self.bias)):
             if fused is not None:
-                parts = zip("qkv", torch.split(fused, rows), strict=True)
+                parts = zip("qkv", torch.split(fused, self.rows), strict=True)
                 found |= {f"{letter}_proj.{part}": view for letter, view in parts}
         found["o_proj.weight"] = self.out
         others = {"o_proj.bias": self.out_bias, "sinks": self.sinks}
@@ -264,4 +332,4 @@ class Attention(nn.Module):
         return found | {name: other for name, other in others.items() if other is not None}
 
     def matrices(self) -> dict[str, list[int]]:
-        return {"qkv": [self.head_dim] * (self.heads + 2 * self.kv_heads), "out": [self.out.shape[0]]}
+        return {"qkv": [self.head_dim] * (self.qkv.shape[0] // self.head_dim), "out": [self.out.shape[0]]}

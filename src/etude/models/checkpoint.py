@@ -23,7 +23,7 @@ from etude.file_checksums import verify_files
 from etude.models.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_of, next_base
 from etude.models.adapter_files import merge_adapter, read_adapter
 from etude.models.checkpoint_files import ASSETS, atomic_directory, save_tensors
-from etude.models.config import ModelConfig
+from etude.models.config import ModelConfig, text_config
 from etude.models.finite import find_non_finite
 from etude.models.headers import (
     EMBEDDING,
@@ -34,10 +34,26 @@ from etude.models.headers import (
     read_json,
     read_model_config,
     shard_names,
+    text_names,
 )
 from etude.models.packed_weights import pack_weights, read_stored
-from etude.models.quantised_storage import FP8_SCALE, dequantise, quantization_config
-from etude.models.stacked_experts import BLOCKS, as_stored, expert_part, read_expert, stacked_views
+from etude.models.quantised_storage import (
+    FP8_SCALE,
+    INT4_SCALE,
+    dequantise,
+    dequantise_int4,
+    is_int4,
+    quantization_config,
+)
+from etude.models.stacked_experts import (
+    BLOCKS,
+    as_stored,
+    expert_part,
+    has_biases,
+    read_expert,
+    read_plain,
+    stacked_views,
+)
 from etude.models.tensor_parallel import full_shape, shard_tensor
 from etude.models.transformer import Transformer
 from etude.models.weight_views import hf_views, stays_float32, views
@@ -139,7 +155,7 @@ def _carried(assets: Path | str | None) -> dict[str, object]:
     """Return keys of a config.json that etude does not need and other tools read: ids of special tokens."""
     if assets is None or not (Path(assets) / "config.json").is_file():
         return {}
-    raw = read_json(Path(assets) / "config.json")
+    raw = text_config(read_json(Path(assets) / "config.json"))
     return {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in raw}
 
 
@@ -283,20 +299,26 @@ def require_finite(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 class Tensors:
     """The tensors of a checkpoint directory by name, read from disk one at a time. `open_tensors` makes it."""
 
-    def __init__(self, found: Container[str], where: Mapping[str, Any]) -> None:
-        self._found, self._where = found, where
+    def __init__(self, found: Container[str], where: Mapping[str, tuple[Any, str]]) -> None:
+        self._found, self._where = found, where  # the open file of each tensor, and its name there
 
     def stored(self, name: str) -> torch.Tensor:
         """Read a tensor in the dtype of the file."""
         progress.tick()
-        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        file, stored = self._where[name]
+        tensor: torch.Tensor = file.get_tensor(stored)
         return tensor
 
     def full(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Read a tensor's values, dequantised if it is quantised. `shape`: the shape of the dequantised tensor.
 
         The tensor of an expert may be a part of a stack of them."""
+        if is_int4(name, self._found):
+            stem = name.removesuffix(".weight")
+            return dequantise_int4(self.stored(f"{stem}.weight_packed"), self.stored(stem + INT4_SCALE))
         part = None if name in self._found else expert_part(name)
+        if part is not None and part.stack in self._found and not has_biases(part, self._found):
+            return read_plain(part, self._one_of)
         if part is not None and any(one in self._found for one in (part.stack, part.stack + BLOCKS)):
             return read_expert(part, packed=part.stack not in self._found, read=self._one_of)
         tensor = read_stored(name, shape, self._found, self.stored)
@@ -305,7 +327,8 @@ class Tensors:
     def _one_of(self, name: str, index: int) -> torch.Tensor:
         """Read one index of a tensor's first dimension."""
         progress.tick()
-        some: torch.Tensor = self._where[name].get_slice(name)[index : index + 1]
+        file, stored = self._where[name]
+        some: torch.Tensor = file.get_slice(stored)[index : index + 1]
         return some[0]
 
     def rows(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
@@ -314,7 +337,8 @@ class Tensors:
         Only these rows are read from disk, unless the tensor is packed."""
         if name in self._where and name + FP8_SCALE not in self._found:
             progress.tick()
-            some: torch.Tensor = self._where[name].get_slice(name)[start:stop]
+            file, stored = self._where[name]
+            some: torch.Tensor = file.get_slice(stored)[start:stop]
             return some
         return self.full(name, shape)[start:stop]
 
@@ -325,12 +349,13 @@ def open_tensors(path: Path, found: Container[str]) -> Iterator[Tensors]:
 
     `found`: names of the stored tensors. Raises `CheckpointError`, also for read errors inside the block."""
     files = [path / name for name in (shard_names(path / INDEX) if (path / INDEX).is_file() else [WEIGHTS])]
-    where: dict[str, Any] = {}
+    where: dict[str, tuple[Any, str]] = {}
+    inside = text_names(path)
     with contextlib.ExitStack() as stack:
         try:
             for file in files:
                 opened = stack.enter_context(safe_open(file, "pt"))
-                where |= dict.fromkeys(opened.keys(), opened)
+                where |= {inside(name): (opened, name) for name in opened.keys()}  # noqa: SIM118
             yield Tensors(found, where)
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{path} is damaged", str(error), hint=HINT_DAMAGED) from None

@@ -83,13 +83,15 @@ class GroupedQueries:
 
     `qk_norm`: how queries and keys are normalised. `bias`: whether the projections to queries, keys and values have
     biases. `out_bias`: whether the output projection has one. `sinks`: each query head has a learned logit that is part
-    of the softmax's denominator, an attention sink (arXiv 2309.17453, §3.3)."""
+    of the softmax's denominator, an attention sink (arXiv 2309.17453, §3.3). `gated`: the projection to queries has as
+    many rows again in each head, and the head's output is multiplied by their sigmoid (arXiv 2505.06708)."""
 
     layer: ClassVar[str] = "etude.models.attention:Attention"
     qk_norm: QkNorm = QkNorm.HEAD
     bias: bool = False
     out_bias: bool = False
     sinks: bool = False
+    gated: bool = False
 
     @property
     def undivided(self) -> str:
@@ -97,7 +99,7 @@ class GroupedQueries:
 
     def shapes(self, c: Sizes) -> dict[str, Shape]:
         d, queries, keys = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        rows = {"q_proj": queries * (1 + self.gated), "k_proj": keys, "v_proj": keys}
         found: dict[str, Shape] = {f"{name}.weight": (size, d) for name, size in rows.items()}
         if self.bias:
             found |= {f"{name}.bias": (size,) for name, size in rows.items()}
@@ -114,7 +116,8 @@ class GroupedQueries:
 
     def products(self, c: Sizes) -> set[tuple[int, int]]:
         queries = c.num_heads * c.head_dim
-        return {(queries + 2 * c.num_kv_heads * c.head_dim, c.hidden_size), (c.hidden_size, queries)}
+        rows = queries * (1 + self.gated) + 2 * c.num_kv_heads * c.head_dim
+        return {(rows, c.hidden_size), (c.hidden_size, queries)}
 
     def cache_layout(self, c: Sizes) -> CacheLayout:
         return CacheLayout(heads=c.num_kv_heads, key_width=c.head_dim, value_width=c.head_dim, shared=False)
@@ -176,6 +179,24 @@ class ClampedSwiglu:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """Sizes of the indexer of DeepSeek-V3.2, which chooses the `top_k` keys to which a token attends.
+
+    Up to a context of `top_k` tokens it chooses all keys, so attention does not depend on it. Longer contexts are
+    refused. Its weights are kept, and not trained. `heads`, `width`: of its queries."""
+
+    heads: int = ranged(64, low=1)
+    width: int = ranged(128, low=1)
+    top_k: int = ranged(2048, low=1)
+
+    def shapes(self, hidden_size: int, q_rank: int) -> dict[str, Shape]:
+        """Return the shape of each weight, by its name in the layer."""
+        found: dict[str, Shape] = {"wq_b.weight": (self.heads * self.width, q_rank)}
+        found |= {"wk.weight": (self.width, hidden_size), "weights.weight": (self.heads, hidden_size)}
+        return found | {"k_norm.weight": (self.width,), "k_norm.bias": (self.width,)}
+
+
+@dataclass(frozen=True)
 class Latent:
     """Sizes of multi-head latent attention (MLA; arXiv 2405.04434, §2.1).
 
@@ -185,7 +206,8 @@ class Latent:
       latent.
     - `nope_dim`: width of the part of a head's query and key without RoPE.
     - `rope_dim`: width of the part of a head's query with RoPE, and of the shared key.
-    - `interleaved`: RoPE rotates neighbouring numbers, not the two halves."""
+    - `interleaved`: RoPE rotates neighbouring numbers, not the two halves.
+    - `indexer`: sizes of the indexer of DeepSeek-V3.2; it needs a `q_rank`."""
 
     layer: ClassVar[str] = "etude.models.latent:LatentAttention"
     undivided: ClassVar[str] = ""
@@ -195,12 +217,15 @@ class Latent:
     value_dim: int = ranged(32, low=1)
     q_rank: int | None = None
     interleaved: bool = True
+    indexer: Indexer | None = None
 
     def __post_init__(self) -> None:
         if self.rope_dim % 2:
             raise ValueError(f"rope_dim = {self.rope_dim}, but RoPE needs an even number")
         if self.q_rank is not None and self.q_rank < 1:
             raise ValueError(f"q_rank = {self.q_rank}, expected at least 1, or none")
+        if self.indexer is not None and self.q_rank is None:
+            raise ValueError("an indexer needs q_rank, the width of the queries' latent")
 
     @property
     def head_dim(self) -> int:
@@ -215,7 +240,10 @@ class Latent:
         found |= {"kv_a_proj_with_mqa": (self.kv_rank + self.rope_dim, d), "kv_a_layernorm": (self.kv_rank,)}
         found["kv_b_proj"] = (c.num_heads * (self.nope_dim + self.value_dim), self.kv_rank)
         found["o_proj"] = (d, c.num_heads * self.value_dim)
-        return {f"{name}.weight": shape for name, shape in found.items()}
+        of_indexer = {} if self.indexer is None or self.q_rank is None else self.indexer.shapes(d, self.q_rank)
+        return {f"{name}.weight": shape for name, shape in found.items()} | {
+            f"indexer.{name}": shape for name, shape in of_indexer.items()
+        }
 
     def products(self, c: Sizes) -> set[tuple[int, int]]:
         d, heads, kept = c.hidden_size, c.num_heads, self.kv_rank + self.rope_dim
@@ -227,6 +255,65 @@ class Latent:
 
     def cache_layout(self, c: Sizes) -> CacheLayout:
         return CacheLayout(heads=1, key_width=self.kv_rank + self.rope_dim, value_width=self.kv_rank, shared=True)
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """Sizes of a gated delta layer: linear attention with a state of fixed size (arXiv 2412.06464), as in Qwen3-Next.
+
+    - `key_heads`, `value_heads`: several consecutive value heads share a key head, and its queries.
+    - `key_dim`, `value_dim`: widths of a head's key and query, and of its value. The state of a value head is a matrix
+      of `key_dim` × `value_dim` numbers.
+    - `kernel`: the tokens that the convolution of queries, keys and values sees.
+    - `by_head`: whether the rows of a key head are adjacent in the first projection, as in Qwen3-Next, which has two
+      matrices, `qkvz` and `ba`. Otherwise there are four, `qkv`, `z`, `b` and `a`, as in Qwen3.5."""
+
+    layer: ClassVar[str] = "etude.models.gated_delta:GatedDeltaLayer"
+    undivided: ClassVar[str] = "ranks cannot divide the heads of its gated delta layers"
+    key_heads: int = ranged(2, low=1)
+    value_heads: int = ranged(4, low=1)
+    key_dim: int = ranged(16, low=1)
+    value_dim: int = ranged(16, low=1)
+    kernel: int = ranged(4, low=2, high=64)
+    by_head: bool = True
+
+    def __post_init__(self) -> None:
+        if self.value_heads % self.key_heads:
+            raise ValueError(f"value_heads = {self.value_heads} is not a multiple of key_heads = {self.key_heads}")
+
+    @property
+    def channels(self) -> int:
+        """The width of queries, keys and values of all heads, which the convolution mixes over time."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def inward(self) -> dict[str, int]:
+        """The rows of each matrix of the first projection, by its name."""
+        values, gates = self.value_heads * self.value_dim, self.value_heads
+        if self.by_head:
+            return {"in_proj_qkvz": self.channels + values, "in_proj_ba": 2 * gates}
+        return {"in_proj_qkv": self.channels, "in_proj_z": values, "in_proj_b": gates, "in_proj_a": gates}
+
+    def shapes(self, c: Sizes) -> dict[str, Shape]:
+        found: dict[str, Shape] = {f"{name}.weight": (rows, c.hidden_size) for name, rows in self.inward.items()}
+        found |= {"conv1d.weight": (self.channels, 1, self.kernel)}
+        found |= dict.fromkeys(("dt_bias", "A_log"), (self.value_heads,))
+        found["norm.weight"] = (self.value_dim,)
+        found["out_proj.weight"] = (c.hidden_size, self.value_heads * self.value_dim)
+        return {f"linear.{name}": shape for name, shape in found.items()}
+
+    def products(self, c: Sizes) -> set[tuple[int, int]]:
+        values = self.value_heads * self.value_dim
+        return {(sum(self.inward.values()), c.hidden_size), (c.hidden_size, values)}
+
+    def cache_layout(self, c: Sizes) -> CacheLayout:
+        """Return the layout of a cache that stores nothing for a token: the state is `state_shapes`."""
+        return CacheLayout(heads=0, key_width=0, value_width=0, shared=True)
+
+    def state_shapes(self) -> tuple[Shape, ...]:
+        """Return the shapes of what a sequence keeps in a layer, float32: the latest inputs of the convolution, and the
+        states of the heads."""
+        return (self.kernel - 1, self.channels), (self.value_heads, self.key_dim, self.value_dim)
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,14 @@ from etude.models.components import (
     AttentionKind,
     CacheLayout,
     ClampedSwiglu,
+    GatedDelta,
     GroupedQueries,
     Latent,
     Llama3,
     QkNorm,
     Routing,
     Scores,
+    Shape,
     Yarn,
 )
 from etude.models.config_json import (
@@ -68,6 +70,8 @@ SIZES = {  # a ModelConfig's field -> the key of config.json
 MOE = {**SIZES, "expert_size": "moe_intermediate_size", "num_experts": "num_experts", "top_k": "num_experts_per_tok"}
 WIDTH = "intermediate_size"
 """The key of config.json with the width of dense layers."""
+_OF_WRAPPER = ("tie_word_embeddings", "quantization_config", "compression_config")
+"""Keys of a model for images and text that are about the text model, too."""
 FIXED: dict[str, tuple[Any, Any]] = {"hidden_act": ("silu", "silu"), "attention_bias": (False, False)}
 OPTIONS: dict[str, Any] = {
     "attention_bias": False,
@@ -76,6 +80,8 @@ OPTIONS: dict[str, Any] = {
     "sliding_window": 0,
     "sliding_layers": (),
     "swiglu": None,
+    "linear": None,
+    "linear_layers": (),
     "mtp_heads": 0,
 }
 """The fields of `ModelConfig` that only some families have (`ModelFamily.options`), with the value in all others."""
@@ -100,6 +106,8 @@ class ModelConfig:
     - `sliding_layers`: indices of layers in which a token attends only to the last `sliding_window` tokens, itself
       included.
     - `swiglu`: the experts' activation; None: SwiGLU.
+    - `linear`: sizes of gated delta layers, a kind of linear attention. `linear_layers`: their indices; the other
+      layers have attention.
     - `mtp_heads`: multi-token prediction heads (arXiv 2412.19437, §2.2), in families that have them. Each is one more
       layer, which predicts one token further. Logits, routes and `num_parameters` do not depend on them.
 
@@ -138,6 +146,8 @@ class ModelConfig:
     sliding_window: int = ranged(0, low=0)
     sliding_layers: tuple[int, ...] = ()
     swiglu: ClampedSwiglu | None = None
+    linear: GatedDelta | None = None
+    linear_layers: tuple[int, ...] = ()
     mtp_heads: int = ranged(0, low=0, high=MAX_MTP_HEADS)
 
     def __post_init__(self) -> None:
@@ -165,7 +175,7 @@ class ModelConfig:
                 f"top_k = {self.top_k}, num_experts = {self.num_experts}:"
                 " top_k must be from 1 to num_experts, or 0 if there are no experts"
             )
-        for name in ("dense_layers", "sliding_layers"):
+        for name in ("dense_layers", "sliding_layers", "linear_layers"):
             listed = getattr(self, name)
             if list(listed) != sorted(set(listed) & set(range(self.num_layers))):
                 raise ValueError(
@@ -175,6 +185,11 @@ class ModelConfig:
             raise ValueError(
                 f"sliding_window = {self.sliding_window}, sliding_layers = {list(self.sliding_layers)[:8]}:"
                 " set both, or none of them"
+            )
+        if bool(self.linear_layers) != (self.linear is not None):
+            raise ValueError(
+                f"linear_layers = {list(self.linear_layers)[:8]}, but `linear` is"
+                f" {'set' if self.linear else 'not set'}: set both, or none of them"
             )
         self.routing.check(self.num_experts, self.top_k)
         family.check(self)
@@ -187,8 +202,18 @@ class ModelConfig:
 
     @property
     def attention(self) -> AttentionKind:
-        """The kind of attention: its weight shapes and its layer class."""
+        """The kind of attention: its weight shapes and its layer class. In a model with gated delta layers, that of the
+        other layers."""
         return self.architecture.attention(self)
+
+    def attention_of(self, layer: int) -> AttentionKind:
+        """Return the kind of attention of a layer, which may be a gated delta layer."""
+        return self.linear if self.linear is not None and layer in self.linear_layers else self.attention
+
+    @property
+    def undivided(self) -> str:
+        """The reason why tensor-parallel ranks cannot divide the layers, for an error message; "" where they can."""
+        return self.attention.undivided or (self.linear.undivided if self.linear is not None else "")
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -270,26 +295,29 @@ class ModelConfig:
         """The number of parameters, without router biases and MTP heads."""
         d, dense = self.hidden_size, self.num_layers - self.num_moe_layers
         embeddings = self.vocab_size * d * (1 if self.tie_embeddings else 2)
-        layers = self.num_moe_layers * self._layer_parameters(router=True) + dense * self._layer_parameters(
-            router=False
-        )
+        layers = self.num_moe_layers * self._mlp_parameters(router=True) + dense * self._mlp_parameters(router=False)
+        number = len(self.linear_layers)
+        layers += (self.num_layers - number) * _numbers(self.attention.shapes(self))
+        layers += number * _numbers(self.linear.shapes(self)) if self.linear is not None else 0
         return layers + embeddings + d
 
     @property
     def mtp_parameters(self) -> int:
         """The number of parameters of the MTP heads, without router biases."""
         d = self.hidden_size
-        return self.mtp_heads * (self._layer_parameters(router=bool(self.num_experts)) + 2 * d * d + 3 * d)
+        layer = self._mlp_parameters(router=bool(self.num_experts)) + _numbers(self.attention.shapes(self))
+        return self.mtp_heads * (layer + 2 * d * d + 3 * d)
 
-    def _layer_parameters(self, *, router: bool) -> int:
+    def _mlp_parameters(self, *, router: bool) -> int:
+        """Return the parameters of a layer without its attention: MLP or experts, and norms."""
         d = self.hidden_size
-        common = sum(map(prod, self.attention.shapes(self).values())) + 2 * d
+        common = 2 * d
         if not router:
             return common + 3 * d * self.dense_width
         experts = d * (self.num_experts * (3 * self.expert_size + 1) + 3 * self.num_shared * self.expert_size)
         if self.architecture.expert_bias:
             experts += self.num_experts * (2 * self.expert_size + d + 1)
-        return common + experts
+        return common + experts + (d if self.architecture.shared_gate else 0)
 
     @property
     def product_shapes(self) -> set[tuple[int, int]]:
@@ -298,6 +326,8 @@ class ModelConfig:
         Whether two machines compute equal bits (`numerics.parity`) depends on them."""
         d = self.hidden_size
         found = {(self.vocab_size, d)} | self.attention.products(self)
+        found |= self.linear.products(self) if self.linear is not None else set()
+        found |= {(1, d)} if self.architecture.shared_gate else set()
         if self.num_moe_layers:
             found |= {(self.num_experts, d), (2 * self.expert_size, d), (d, self.expert_size)}
         widths = {self.num_shared * self.expert_size}
@@ -309,7 +339,7 @@ class ModelConfig:
         """Return the sizes of the part of the model that one of `degree` tensor-parallel ranks has.
 
         Heads and intermediate widths are divided. Raises `ConfigError` where that is not possible."""
-        if degree > 1 and (why := self.attention.undivided):
+        if degree > 1 and (why := self.undivided):
             raise ConfigError(
                 f"a model of family {self.family} cannot run on {degree} tensor-parallel ranks",
                 why,
@@ -338,7 +368,9 @@ class ModelConfig:
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Read the content of a Hugging Face config.json.
 
-        Raises `CheckpointError`, which names an unsupported key or architecture."""
+        Of a model for images and text it is the text model (`ModelFamily.wrappers`). Raises `CheckpointError`, which
+        names an unsupported key or architecture."""
+        raw = text_config(raw)
         family = family_for(raw)
         check_scheme(raw, stacked=family.stacks_experts)
         return family.from_hf(raw)
@@ -377,11 +409,26 @@ class ModelFamily:
     (`models.stacked_experts`)."""
     scores: ClassVar[Scores] = Scores.SOFTMAX
     """The activation of router logits."""
+    shared_gate: ClassVar[bool] = False
+    """Whether the output of the shared experts is multiplied by a sigmoid of the token."""
+    centred_norms: ClassVar[bool] = False
+    """Whether weights of norms are stored as their distance from 1, except those inside gated delta layers."""
     options: ClassVar[frozenset[str]] = frozenset()
     """Which of the fields `OPTIONS` of a `ModelConfig` may vary. `read` returns them."""
     copies_for_mtp: ClassVar[bool] = False
     """Whether a checkpoint has copies of the embedding and the output matrix in each MTP head, as DeepSeek-V3's has.
     They are written again, and not read."""
+    plain_stacks: ClassVar[bool] = False
+    """Whether a checkpoint may have the experts of a layer in one tensor, [E, out, in], gate before up. They are read,
+    and written expert by expert."""
+    wrappers: ClassVar[tuple[str, ...]] = ()
+    """The `model_type` of models for images and text whose text model is of this family. Their config.json has it as
+    `text_config`. Only the text model is read, and checkpoints are written as a text model."""
+    wrapped: ClassVar[Mapping[str, str]] = {}
+    """How the names of tensors begin in checkpoints of `wrappers` → how they begin in checkpoints of the family."""
+    skipped: ClassVar[tuple[str, ...]] = ()
+    """How the names of tensors begin that `unused` drops: those of a vision model around the text model, and others
+    that etude does not compute."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """Parts of tensor names that differ from etude's: etude's part → this family's part.
 
@@ -454,7 +501,14 @@ class ModelFamily:
         user.
 
         `names`: all tensors of the checkpoint."""
-        return set()
+        return {name for name in names if name.startswith(self.skipped)} if self.skipped else set()
+
+    def text_name(self, name: str) -> str:
+        """Return the name of a tensor of the text model, from its name in a checkpoint of `wrappers`."""
+        for begin, own in self.wrapped.items():
+            if name.startswith(begin):
+                return own + name.removeprefix(begin)
+        return name
 
     def hf_name(self, name: str) -> str:
         """Return the name in this family's checkpoints of the tensor that etude calls `name`."""
@@ -534,6 +588,10 @@ class ModelFamily:
         return f"use a {self.model_type} model; supported variations: sizes, {self.varies}, RoPE: plain, YaRN or llama3"
 
 
+def _numbers(shapes: Mapping[str, Shape]) -> int:
+    return sum(map(prod, shapes.values()))
+
+
 @functools.cache
 def family_of(name: str) -> ModelFamily:
     """Return the family with this name: one of `FAMILY_NAMES`, or a plug-in's import path.
@@ -563,6 +621,31 @@ def family_of(name: str) -> ModelFamily:
 def own_family_names() -> list[str]:
     """Return the import paths of the user's own families: those in `OWN_FAMILIES` and those named in a config."""
     return [name for name in os.environ.get(OWN_FAMILIES, "").split(",") if name]
+
+
+def wrapped_family(raw: Mapping[str, Any]) -> ModelFamily | None:
+    """Return the family of the text model of a config.json of a model for images and text; None for a text model."""
+    kind = raw.get("model_type")
+    families = (family_of(name) for name in (*FAMILY_NAMES, *own_family_names()))
+    return next((family for family in families if kind in family.wrappers), None)
+
+
+def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config.json of the text model, from that of a model for images and text; of a text model its own.
+
+    Raises `CheckpointError` where it has none."""
+    family = wrapped_family(raw)
+    if family is None:
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise CheckpointError(
+            "config.json is damaged",
+            f"a {raw['model_type']} model needs a section text_config, not {text!r:.80}",
+            hint="copy or download the checkpoint again",
+        )
+    outer = {key: raw[key] for key in _OF_WRAPPER if raw.get(key) is not None}
+    return {**text, **outer, "model_type": family.model_type, "architectures": [family.hf_class]}
 
 
 def family_for(raw: Mapping[str, Any]) -> ModelFamily:

@@ -16,19 +16,22 @@ from pathlib import Path
 from etude.errors import CheckpointError, ConfigError
 from etude.models.adapter_config import base_of
 from etude.models.components import Scores, Shape
-from etude.models.config import ModelConfig
+from etude.models.config import ModelConfig, wrapped_family
 from etude.models.config_json import MTP_KEY
 from etude.models.quantised_storage import (
     FP8_DTYPE,
     FP8_SCALE,
+    INT4_SCALE,
     Part,
     ignored_parts,
+    int4_parts,
+    is_int4,
     is_quantised,
     scale_shape,
     stored_format,
     stored_parts,
 )
-from etude.models.stacked_experts import BLOCKS, expert_part, stacked_parts, stacked_shapes
+from etude.models.stacked_experts import BLOCKS, PLAIN_STACK, expert_part, plain_shapes, stacked_parts, stacked_shapes
 from etude.numerics.config import Quantise
 from etude.numerics.formats import FORMATS
 from etude.weights.files import safetensors_file
@@ -121,25 +124,37 @@ def check_rank(config: ModelConfig, rank: int) -> None:
 
 
 def unused_layers(folder: Path, config: ModelConfig) -> dict[str, int]:
-    """Return the layers in a directory that etude does not compute with, with their number of tensors.
+    """Return the layers and other parts of a directory that etude does not compute with, with their number of tensors.
 
     They are lost when the weights are saved again. Raises `CheckpointError` when a header cannot be read."""
     names = config.architecture.unused(read_headers(folder), config)
-    return dict(Counter(sorted(".".join(name.split(".", 3)[:3]) for name in names)))
+    begins = config.architecture.skipped
+
+    def part(name: str) -> str:
+        begin = next((begin for begin in begins if name.startswith(begin)), None)
+        return ".".join(name.split(".", 3)[:3]) if begin is None else begin.removesuffix(".")
+
+    return dict(Counter(sorted(map(part, names))))
 
 
 def report_unused_layers(folder: Path, config: ModelConfig, report: Callable[[str], None]) -> None:
-    """Call `report` with a message if the directory has layers that are dropped (`unused_layers`)."""
-    if layers := unused_layers(folder, config):
-        named = ", ".join(f"{layer} ({tensors} tensors)" for layer, tensors in layers.items())
-        report(
-            f"{folder}: dropped, since config.json has {MTP_KEY} = {config.mtp_heads}: {named}. They are not trained, "
-            f"and not part of checkpoints and exports"
-        )
+    """Call `report` with a message if the directory has layers, or a vision model, that are dropped
+    (`unused_layers`)."""
+    layers = unused_layers(folder, config)
+    others = {name: layers.pop(name) for name in list(layers) if f"{name}." in config.architecture.skipped}
+    why = f"since config.json has {MTP_KEY} = {config.mtp_heads}"
+    for parts, reason in ((layers, why), (others, "since they are no part of the text model that etude computes")):
+        if parts:
+            named = ", ".join(f"{part} ({tensors} tensors)" for part, tensors in parts.items())
+            report(
+                f"{folder}: dropped, {reason}: {named}. They are not trained, and not part of checkpoints and exports"
+            )
 
 
 def _check_tensor(name: str, found: Mapping[str, StoredTensor], shape: Shape, folder: Path) -> set[str]:
     """Check one tensor, and return the names under which it is stored."""
+    if is_int4(name, found):
+        return _check_int4(name, found, shape)
     low = stored_format(name, found)
     if low is not Quantise.NONE:
         whole = len(shape) == 2 and shape[1] % FORMATS[low].block == 0
@@ -183,17 +198,41 @@ def _check_parts(
         tensor = found.get(part)
         if tensor is None or (tensor.dtype, tensor.shape) != (dtype, its_shape):
             raise CheckpointError(
-                f"{part!r} does not fit {name!r} {list(shape)} in {low}",
+                f"{part!r} does not fit the {low} matrix {name!r} of shape {list(shape)}",
                 f"it must be {dtype} {list(its_shape)}, {_described(tensor)}",
                 hint="export it again, or convert the checkpoint to bf16 first",
             )
     if not expected:
         raise CheckpointError(
-            f"{name!r} {list(shape)} cannot be in {low}",
+            f"{name!r} of shape {list(shape)} cannot be stored in {low}",
             f"its width is not a multiple of the block size {FORMATS[low].block}",
             hint="config and weights are of different models: take both from one checkpoint",
         )
     return {*expected, *ignored_parts(name, low)}
+
+
+def _check_int4(name: str, found: Mapping[str, StoredTensor], shape: Shape) -> set[str]:
+    """Check the tensors that store an int4 matrix, and return their names."""
+    scale = found.get(name + INT4_SCALE.removeprefix(".weight"))
+    groups = scale.shape[-1] if scale is not None and scale.dtype in READABLE_BYTES and len(scale.shape) == 2 else 0
+    expected = int4_parts(name, shape, groups) if len(shape) == 2 else {}
+    for part, (dtype, its_shape) in expected.items():
+        tensor = found.get(part)
+        kind = tensor.dtype if tensor is not None and dtype == "BF16" and tensor.dtype in READABLE_BYTES else dtype
+        if tensor is None or (tensor.dtype, tensor.shape) != (kind, its_shape):
+            raise CheckpointError(
+                f"{part!r} does not fit the int4 matrix {name!r} of shape {list(shape)}",
+                f"it must be {dtype} {list(its_shape)}, {_described(tensor)}",
+                hint="copy or download the checkpoint again, or convert it to bf16 first",
+            )
+    if not expected:
+        raise CheckpointError(
+            f"{name!r} of shape {list(shape)} cannot be stored in int4",
+            f"it has {f'{groups} groups' if groups else 'no scales'} for a width of {shape[-1]}: expected groups of "
+            "equal width, and eight numbers for each word",
+            hint="copy or download the checkpoint again, or convert it to bf16 first",
+        )
+    return set(expected)
 
 
 def _described(tensor: StoredTensor | None) -> str:
@@ -243,19 +282,24 @@ def stored_shapes(found: Iterable[str], config: ModelConfig) -> Iterator[tuple[s
 
     `found`: the names in the checkpoint. They decide whether experts are stacked: a learner with several ranks writes
     each expert as a tensor of its own, in every family."""
-    if not config.architecture.stacks_experts or any(expert_part(name) for name in found):
+    found, family = set(found), config.architecture
+    stacked = family.stacks_experts and not any(expert_part(name) for name in found)
+    if family.plain_stacks:
+        stacked = any(name.endswith(PLAIN_STACK) for name in found)
+    if not stacked:
         yield from hf_weight_shapes(config)
         return
     yield from (pair for pair in hf_weight_shapes(config) if expert_part(pair[0]) is None)
     outside = config.architecture.hf_name
+    shapes = stacked_shapes if family.stacks_experts else plain_shapes
     for layer in config.moe_layers:
-        yield from stacked_shapes(outside(f"model.layers.{layer}.mlp.experts."), config)
+        yield from shapes(outside(f"model.layers.{layer}.mlp.experts."), config)
 
 
 def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
     d, at = config.hidden_size, f"model.layers.{layer}."
     yield at + "input_layernorm.weight", (d,)
-    yield from ((f"{at}self_attn.{name}", shape) for name, shape in config.attention.shapes(config).items())
+    yield from ((f"{at}self_attn.{name}", shape) for name, shape in config.attention_of(layer).shapes(config).items())
     yield at + "post_attention_layernorm.weight", (d,)
     if config.has_router(layer):
         yield from _expert_shapes(config, at)
@@ -274,6 +318,8 @@ def _expert_shapes(config: ModelConfig, at: str) -> Iterator[tuple[str, Shape]]:
         yield from _mlp_shapes(f"{at}mlp.experts.{e}.", d, hidden, bias=bias)
     if config.num_shared:
         yield from _mlp_shapes(at + "mlp.shared_experts.", d, config.num_shared * hidden)
+    if config.architecture.shared_gate:
+        yield at + "mlp.shared_expert_gate.weight", (1, d)
 
 
 def _mlp_shapes(at: str, width: int, hidden: int, *, bias: bool = False) -> Iterator[tuple[str, Shape]]:
@@ -303,15 +349,24 @@ def read_json(path: Path) -> dict[str, object]:
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Read the headers of all tensors of a directory, in one file or in shards with an index.
 
-    For an adapter directory, the headers of its base are read. Raises `CheckpointError` for a missing or damaged
-    file."""
+    For an adapter directory, the headers of its base are read. Names are those of the text model. Raises
+    `CheckpointError` for a missing or damaged file."""
     folder = base_of(folder)
-    if not (folder / INDEX).is_file():
-        return read_header(folder / WEIGHTS)
     tensors: dict[str, StoredTensor] = {}
-    for shard in shard_names(folder / INDEX):
-        tensors |= read_header(folder / shard, listed_in=folder / INDEX)
-    return tensors
+    if not (folder / INDEX).is_file():
+        tensors = read_header(folder / WEIGHTS)
+    else:
+        for shard in shard_names(folder / INDEX):
+            tensors |= read_header(folder / shard, listed_in=folder / INDEX)
+    inside = text_names(folder)
+    return {inside(name): tensor for name, tensor in tensors.items()}
+
+
+def text_names(folder: Path) -> Callable[[str], str]:
+    """Return the function from the name of a tensor in a directory to its name as part of the text model
+    (`ModelFamily.wrappers`)."""
+    family = wrapped_family(read_json(folder / "config.json"))
+    return (lambda name: name) if family is None else family.text_name
 
 
 def shard_names(index: Path) -> list[str]:

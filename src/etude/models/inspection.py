@@ -10,7 +10,7 @@ from pathlib import Path
 
 from etude.errors import CheckpointError
 from etude.models.adapter_config import base_of
-from etude.models.config import ModelConfig, ModelFamily, family_for
+from etude.models.config import ModelConfig, ModelFamily, family_for, text_config
 from etude.models.headers import StoredTensor, read_headers, read_json, weight_errors, without_missing_heads
 from etude.models.quantised_storage import check_scheme
 
@@ -41,7 +41,7 @@ def inspect(folder: Path) -> Inspection:
 
     Raises `CheckpointError` for an unknown architecture, and for a missing or damaged config.json."""
     folder = base_of(folder)
-    raw = read_json(folder / "config.json")
+    raw = text_config(read_json(folder / "config.json"))
     family = family_for(raw)
     problems = list(family.unsupported(raw))
     supported = {key: value for key, (value, _) in family.fixed.items()} | dict.fromkeys(family.each)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from etude.errors import ConfigError
 from etude.models.attention import Cache
 from etude.models.config import ModelConfig
 from etude.models.hooks import ForwardHook
@@ -48,10 +49,23 @@ class LatentAttention(nn.Module):
         self.kv_norm = nn.Parameter(torch.ones(at.kv_rank))
         self.kv_up = nn.Parameter(torch.empty(c.num_heads * (at.nope_dim + at.value_dim), at.kv_rank))  # [H·(M+B), R]
         self.out = nn.Parameter(torch.empty(c.hidden_size, c.num_heads * at.value_dim))
+        self.of_indexer = [] if at.indexer is None else [*at.indexer.shapes(c.hidden_size, first).items()]
+        for name, shape in self.of_indexer:  # buffers, since they have no gradient
+            self.register_buffer(_buffer(name), torch.zeros(shape))
 
     def forward(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, hook: ForwardHook) -> torch.Tensor:
         """Return the outputs of N tokens, [N, D] like the inputs; keys and values, or latents, go into the cache."""
         ops, at, n = self.operators, self.latent, len(x_ND)
+        if (
+            at.indexer is not None
+            and cache.positions.device.type == "cpu"
+            and cache.positions.max() >= at.indexer.top_k
+        ):
+            raise ConfigError(
+                f"a context of {int(cache.positions.max()) + 1} tokens is too long for this model",
+                f"from {at.indexer.top_k} tokens on (index_topk) its attention is sparse, which etude does not compute",
+                hint=f"use contexts of at most {at.indexer.top_k} tokens",
+            )
         q, latent, key = torch.split(hook("attention.inward", self._inward(x_ND)), self.widths, -1)
         if self.q_up is not None:
             q = hook("attention.q_norm", ops.rms_norm(q, self.q_norm, LATENT_EPS))
@@ -74,7 +88,12 @@ class LatentAttention(nn.Module):
         if self.q_up is not None and self.q_norm is not None:
             found = {"q_a_proj": q, "q_a_layernorm": self.q_norm, "q_b_proj": self.q_up}
         found |= {"kv_a_proj_with_mqa": kv, "kv_a_layernorm": self.kv_norm, "kv_b_proj": self.kv_up}
-        return {f"{name}.weight": view for name, view in (found | {"o_proj": self.out}).items()}
+        views = {f"{name}.weight": view for name, view in (found | {"o_proj": self.out}).items()}
+        return views | self.indexer_views()
+
+    def indexer_views(self) -> dict[str, torch.Tensor]:
+        """Return the weights of the indexer, which are no parameters, by name; {} without one."""
+        return {f"indexer.{name}": self.get_buffer(_buffer(name)) for name, _ in self.of_indexer}
 
     def matrices(self) -> dict[str, list[int]]:
         first, latent, rope = self.widths
@@ -148,3 +167,7 @@ class LatentAttention(nn.Module):
         one = (y_NHO.shape[-1],)
         y_HNO = with_lora_gradient(y_NHO.transpose(0, 1), x_NHI.transpose(0, 1), a[:, None], b, one, pairs.scale)
         return y_HNO.transpose(0, 1)
+
+
+def _buffer(name: str) -> str:
+    return f"indexer_{name.replace('.', '_')}"

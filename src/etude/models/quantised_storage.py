@@ -13,7 +13,9 @@ matrix, so directories in which only some matrices are quantised can be read.
 
 DeepSeek's fp8 format is read, too: a weight [O, I] in float8 e4m3 has a float32 for each block of 128 × 128 under its
 name with `_scale_inv`; a value is its 8 bits times its block's number (arXiv 2412.19437, §3.3; DeepSeek-V3's
-`weight_dequant`). Other schemes are refused."""
+`weight_dequant`). So is int4 of compressed-tensors (`pack-quantized`, Kimi K2.5): `X.weight_packed` I32 [O, I/8] has
+eight numbers a word, the lowest bits first, each plus 8; `X.weight_scale` [O, I/G] a factor for each G of them;
+`X.weight_shape` I64 [2]. Other schemes are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ FP8_DTYPE = "F8_E4M3"
 """The name of float8 e4m3 in a safetensors header."""
 FP8_SCALE = "_scale_inv"
 """Suffix of the name of a weight's block scales."""
+INT4_SCALE = ".weight_scale"
 METHOD = "compressed-tensors"
+_MATRIX = re.compile(r"_proj(_with_mqa|_qkvz?|_z|_ba?|_a)?\.weight$")
 _FORMAT_NAMES = {
     Quantise.MXFP8: "mxfp8-quantized",
     Quantise.MXFP4: "mxfp4-pack-quantized",
@@ -52,7 +56,7 @@ def is_quantised(name: str) -> bool:
     >>> [is_quantised(f"model.layers.0.{n}.weight") for n in ("self_attn.q_proj", "mlp.gate", "input_layernorm")]
     [True, False, False]
     """
-    return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
+    return _MATRIX.search(name) is not None
 
 
 def stored_parts(name: str, shape: tuple[int, ...], kind: Quantise) -> dict[str, Part]:
@@ -84,8 +88,37 @@ def stored_format(name: str, names: Container[str]) -> Quantise:
 
 
 def is_readable(scheme: Mapping[str, Any]) -> bool:
-    """Return whether a `quantization_config` has a supported format."""
-    return scheme.get("quant_method") == METHOD and scheme.get("format") in _FORMAT_NAMES.values()
+    """Return whether a `quantization_config` has a supported format of compressed-tensors."""
+    if scheme.get("quant_method") != METHOD:
+        return False
+    if scheme.get("format") in _FORMAT_NAMES.values():
+        return True
+    groups = scheme.get("config_groups")
+    if scheme.get("format") != "pack-quantized" or not isinstance(groups, Mapping):
+        return False
+    weights = [group.get("weights") if isinstance(group, Mapping) else None for group in groups.values()]
+    wanted = {"num_bits": 4, "type": "int", "symmetric": True}
+    return all(isinstance(one, Mapping) and all(one.get(k) == v for k, v in wanted.items()) for one in weights)
+
+
+def is_int4(name: str, names: Container[str]) -> bool:
+    """Return whether the matrix `name` is stored in int4, from the `names` of all tensors of the directory."""
+    return name.removesuffix(".weight") + ".weight_shape" in names
+
+
+def int4_parts(name: str, shape: tuple[int, ...], groups: int) -> dict[str, Part]:
+    """Return the tensors that store a matrix in int4: name → (dtype, shape). The scales may have another float dtype.
+
+    `shape`: [O, I] of the matrix. `groups`: the numbers of a row have as many scales. Empty where the width cannot be
+    divided so."""
+    stem, (rows, width) = name.removesuffix(".weight"), shape
+    if not groups or width % groups or width % 8:
+        return {}
+    return {
+        f"{stem}.weight_packed": ("I32", (rows, width // 8)),
+        f"{stem}.weight_scale": ("BF16", (rows, groups)),
+        f"{stem}.weight_shape": ("I64", (2,)),
+    }
 
 
 def quantization_config(kind: Quantise, *, router: str = "mlp.gate") -> dict[str, Any]:
@@ -144,7 +177,7 @@ def check_scheme(raw: Mapping[str, Any], *, stacked: bool = False) -> None:
     raise CheckpointError(
         f"etude cannot read a checkpoint quantised by {method!r}{f' with {how}' if how else ''}",
         f"it reads bf16, float16, float32, fp8 (e4m3) in blocks of {FP8_BLOCK} × {FP8_BLOCK}, and mxfp8, mxfp4 and "
-        "nvfp4 of compressed-tensors",
+        "nvfp4 of compressed-tensors, and its symmetric int4 (pack-quantized)",
         hint="convert it to bf16 with the tool that quantised it, or take the unquantised checkpoint",
     )
 
@@ -163,3 +196,13 @@ def dequantise(weight_OI: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     out_size, in_size = weight_OI.shape
     each = scale.float().repeat_interleave(FP8_BLOCK, 0)[:out_size].repeat_interleave(FP8_BLOCK, 1)[:, :in_size]
     return weight_OI.float() * each
+
+
+def dequantise_int4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return the values of an int4 matrix, float32 [O, I]: packed int32 [O, I/8], and scales [O, I/G]."""
+    import torch
+
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    values = ((packed[..., None] >> shifts) & 15).flatten(1) - 8
+    each = scale.float().repeat_interleave(values.shape[1] // scale.shape[1], 1)
+    return values.float() * each

@@ -11,6 +11,9 @@ Matrices are [in, out], the transpose of etude's. In mxfp4 (`quant_method: "mxfp
 `X_blocks` U8 [E, out, in/32, 16] has two numbers a byte, the low bits first, and `X_scales` U8 [E, out, in/32] their
 exponents.
 
+Qwen3.5's checkpoints have *plain* stacks, which are read only: `gate_up_proj` [E, 2F, D], gate before up, and
+`down_proj` [E, D, F], without biases, and with matrices as etude has them.
+
 In the model, in published versions and in files that several ranks of a learner write, each expert has tensors of its
 own, as in the other families.
 
@@ -19,7 +22,7 @@ Shapes: E experts, D width, F expert width."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 
 BLOCKS, SCALES = "_blocks", "_scales"
 """Suffixes of the names of a stack's elements and block scales in mxfp4."""
+PLAIN_STACK = ".experts.down_proj"
+"""How the name of a plain stack of each layer ends."""
 _ALTERNATING = (".experts.gate_up_proj", ".experts.gate_up_proj_bias")
 _FORMAT = FORMATS[Quantise.MXFP4]
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(gate|up|down)_proj\.(weight|bias)")
@@ -82,6 +87,24 @@ def stacked_shapes(at: str, config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     yield at + "gate_up_proj_bias", (e, 2 * f)
     yield at + "down_proj", (e, f, d)
     yield at + "down_proj_bias", (e, d)
+
+
+def plain_shapes(at: str, config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    """Yield the name and shape of each plain stack of a layer. `at`: the beginning of the names."""
+    e, d, f = config.num_experts, config.hidden_size, config.expert_size
+    yield at + "gate_up_proj", (e, 2 * f, d)
+    yield at + "down_proj", (e, d, f)
+
+
+def has_biases(part: ExpertPart, names: Container[str]) -> bool:
+    """Return whether a stack is in gpt-oss's layout: plain stacks have no biases. `names`: all stored tensors."""
+    return part.is_bias or f"{part.stack}_bias" in names
+
+
+def read_plain(part: ExpertPart, read: Callable[[str, int], torch.Tensor]) -> torch.Tensor:
+    """Read a matrix [O, I] of one expert from its plain stack. `read` is that of `read_expert`."""
+    one = read(part.stack, part.expert)
+    return one.chunk(2)[part.first] if part.step == 2 else one
 
 
 def stacked_parts(name: str, shape: Shape) -> dict[str, tuple[str, Shape]]:

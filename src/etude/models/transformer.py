@@ -127,6 +127,7 @@ class Experts(nn.Module):
         self.register_buffer("bias", torch.zeros(c.num_experts) if biased else None)
         shared = ("shared", c.num_shared * c.expert_size, c.hidden_size, operators, parallel.tensor)
         self.shared = Mlp(*shared) if c.num_shared else None
+        self.shared_gate = nn.Parameter(torch.empty(1, c.hidden_size)) if c.architecture.shared_gate else None
 
     @property
     def gate_up(self) -> nn.Parameter:
@@ -166,7 +167,13 @@ class Experts(nn.Module):
         hook("experts.used", choice.experts_NK)
         choice = replace(choice, gates_NK=hook("experts.gates", choice.gates_NK))
         y_ND = hook("experts.mixed", self.stack(x_ND, choice, hook))
-        return y_ND if self.shared is None else y_ND + self.shared(x_ND, hook), choice
+        if self.shared is None:
+            return y_ND, choice
+        shared_ND = self.shared(x_ND, hook)
+        if self.shared_gate is not None:
+            gate_N1 = self.operators.sigmoid(self.operators.router_scores(x_ND, self.shared_gate))
+            shared_ND = hook("shared.gated", (shared_ND * gate_N1).to(shared_ND.dtype))
+        return y_ND + shared_ND, choice
 
     def views(self) -> dict[str, torch.Tensor]:
         """Return each weight as a view, by its name in a checkpoint's `mlp`; of experts only this rank's."""
@@ -185,7 +192,8 @@ class Experts(nn.Module):
                 found |= {f"experts.{e}.gate_proj.bias": gate, f"experts.{e}.up_proj.bias": up}
                 found[f"experts.{e}.down_proj.bias"] = down
         shared = {} if self.shared is None else self.shared.views()
-        return found | {f"shared_experts.{name}": view for name, view in shared.items()}
+        found |= {f"shared_experts.{name}": view for name, view in shared.items()}
+        return found if self.shared_gate is None else {**found, "shared_expert_gate.weight": self.shared_gate}
 
 
 class Block(nn.Module):
@@ -194,10 +202,12 @@ class Block(nn.Module):
     def __init__(self, c: ModelConfig, layer: int, operators: Operators, parallel: Parallel = SINGLE_RANK) -> None:
         super().__init__()
         self.operators = operators
-        self.attention_norm = nn.Parameter(torch.ones(c.hidden_size))
-        module, _, name = c.attention.layer.partition(":")
+        self.centred = c.architecture.centred_norms
+        first = torch.zeros if self.centred else torch.ones
+        self.attention_norm = nn.Parameter(first(c.hidden_size))
+        module, _, name = c.attention_of(layer).layer.partition(":")
         self.attention: nn.Module = getattr(importlib.import_module(module), name)(c, operators, parallel.tensor)
-        self.experts_norm = nn.Parameter(torch.ones(c.hidden_size))
+        self.experts_norm = nn.Parameter(first(c.hidden_size))
         dense = not c.has_router(layer)
         self.mlp = Mlp("mlp", c.dense_width, c.hidden_size, operators, parallel.tensor) if dense else None
         self.experts = None if dense else Experts(c, operators, parallel)
@@ -238,9 +248,10 @@ class Block(nn.Module):
         counts_N: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Choice | None]:
         ops, choice = self.operators, None
-        normed = hook("attention_norm", ops.rms_norm(x_ND, self.attention_norm, self.eps))
+        norm = ops.centred_rms_norm if self.centred else ops.rms_norm
+        normed = hook("attention_norm", norm(x_ND, self.attention_norm, self.eps))
         x_ND = hook("middle", x_ND + self.attention(normed, rope, cache, layer, hook))
-        normed = hook("experts_norm", ops.rms_norm(x_ND, self.experts_norm, self.eps))
+        normed = hook("experts_norm", norm(x_ND, self.experts_norm, self.eps))
         if self.experts is not None:
             y_ND, choice = self.experts(normed, recorded, hook, counts_N)
         else:
@@ -333,7 +344,8 @@ class Transformer(nn.Module):
             raise ValueError("a rank's part has no initial weights: use models.tensor_parallel.shard_model")
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.blocks = nn.ModuleList(Block(local, layer, operators, parallel) for layer in range(config.num_layers))
-        self.norm = nn.Parameter(torch.ones(config.hidden_size))
+        centred = config.architecture.centred_norms
+        self.norm = nn.Parameter((torch.zeros if centred else torch.ones)(config.hidden_size))
         self.head = None if config.tie_embeddings else nn.Parameter(torch.empty_like(self.embedding))
         self.mtp = nn.ModuleList(MtpHead(local, k, operators, parallel) for k in range(config.mtp_heads))
         if seed is not None:
@@ -409,7 +421,8 @@ class Transformer(nn.Module):
             if choice is not None:
                 choices.append(choice)
         x_RD = x_ND if rows is None else F.embedding(rows, x_ND)  # its gradient sums equal rows in one order
-        x_RD = hook("norm", ops.rms_norm(x_RD, self.norm, self.config.rms_eps))
+        norm = ops.centred_rms_norm if self.config.architecture.centred_norms else ops.rms_norm
+        x_RD = hook("norm", norm(x_RD, self.norm, self.config.rms_eps))
         used = self._stacked([c.experts_NK for c in choices], len(tokens_N))
         balances = [c.balance for c in choices if c.balance is not None]
         return Forward(

@@ -13,14 +13,16 @@ from typing import cast
 import torch
 
 from etude.models.attention import AttentionLayer
+from etude.models.latent import LatentAttention
 from etude.models.transformer import Block, MtpHead, Transformer
 
 _BIAS = "e_score_correction_bias"
 
 
 def stays_float32(name: str) -> bool:
-    """Return whether a tensor stays float32 whatever dtype weights are stored in, as in transformers."""
-    return name.endswith((_BIAS, ".weight_global_scale"))
+    """Return whether a tensor stays float32 whatever dtype weights are stored in: router biases, as in transformers,
+    and indexers, which are not trained."""
+    return name.endswith((_BIAS, ".weight_global_scale")) or ".indexer." in name
 
 
 def views(model: Transformer) -> dict[str, torch.Tensor]:
@@ -52,11 +54,16 @@ def hf_views(model: Transformer) -> dict[str, torch.Tensor]:
 
 
 def hf_biases(model: Transformer) -> dict[str, torch.Tensor]:
-    """Return the router biases by Hugging Face name, float32 [E] views. They are not parameters."""
-    outside = model.config.architecture.hf_name
-    blocks = enumerate([*model.blocks, *(head.block for head in model.mtp)])
-    found = {outside(f"model.layers.{i}.mlp.gate.{_BIAS}"): getattr(one.experts, "bias", None) for i, one in blocks}
-    return {name: bias for name, bias in found.items() if bias is not None}
+    """Return the router biases by Hugging Face name, float32 [E] views, and the weights of indexers. They are no
+    parameters, so every rank of a sharded model has them in full."""
+    found = dict[str, torch.Tensor]()
+    for number, block in enumerate([*model.blocks, *(head.block for head in model.mtp)]):
+        place = f"model.layers.{number}"
+        if (bias := getattr(block.experts, "bias", None)) is not None:
+            found[f"{place}.mlp.gate.{_BIAS}"] = bias
+        if isinstance(block.attention, LatentAttention):
+            found |= {f"{place}.self_attn.{name}": view for name, view in block.attention.indexer_views().items()}
+    return {model.config.architecture.hf_name(name): view.detach() for name, view in found.items()}
 
 
 def _block_views(block: Block) -> dict[str, torch.Tensor]:

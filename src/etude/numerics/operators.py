@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from etude.errors import ConfigError
-from etude.numerics import grouped_experts
+from etude.numerics import delta_rule, grouped_experts
 from etude.numerics.exact.attention import ANY, KeyWindows, MasksByWindow, masked_attention
 from etude.numerics.exact.options import AttentionOptions
 
@@ -50,6 +50,9 @@ class Operators:
 
     has_attention_options = True
     """Whether attention takes `AttentionOptions`: sliding windows and sinks."""
+
+    has_delta_rule = True
+    """Whether the gated delta rule is computed in the mode of these operators."""
 
     degree = 1
     """Largest number of tensor-parallel ranks, a power of two, for which results keep their bits."""
@@ -163,6 +166,29 @@ class Operators:
         """Compute x / √(mean x² + eps) · weight over the last dimension (RMSNorm, arXiv 1910.07467)."""
         weight = None if weight is None else weight.to(x.dtype)
         return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+    def centred_rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Compute `rms_norm` with a weight that is stored as its distance from 1. The sum is float32."""
+        weight = 1 + at_least_float32(weight)
+        return F.rms_norm(at_least_float32(x), x.shape[-1:], weight, eps).to(x.dtype)
+
+    def elementwise(self, function: Callable[[torch.Tensor], torch.Tensor], x_NF: torch.Tensor) -> torch.Tensor:
+        """Apply a function of single numbers to each number of a matrix, float32 [N, F]."""
+        return function(at_least_float32(x_NF))
+
+    def delta_rule(
+        self, inputs: Sequence[torch.Tensor], state_SHAB: torch.Tensor | None, segments: delta_rule.Segments
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the gated delta rule (`numerics.delta_rule`) in several segments of tokens.
+
+        `inputs`: q and k [N, H, A], v [N, H, B], the logarithm of the decay and beta [N, H]. `state_SHAB`: float32, the
+        states before the segments; None: zeros. Returns the outputs [N, H, B], and the states after the segments."""
+        inputs = [at_least_float32(x) for x in inputs]
+        if torch.is_grad_enabled() or max(segments.lengths) > 1:
+            o, states = delta_rule.chunked_segments(inputs, state_SHAB, segments)
+        else:
+            o, states = delta_rule.recurrent(inputs, state_SHAB, segments, self.elementwise)
+        return o.to(self.dtype), states
 
     def rotate(self, x_NHA: torch.Tensor, cos_N1A: torch.Tensor, sin_N1A: torch.Tensor) -> torch.Tensor:
         """Apply rotary position embedding (arXiv 2104.09864) in the half-rotation layout.

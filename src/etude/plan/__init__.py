@@ -14,6 +14,7 @@ torch: measurements of this machine are passed in.
 ('the engines', 92, False)
 """
 
+from etude.plan.balance import sensitivity
 from etude.plan.hardware import DEVICES, Device, Measured, device
 from etude.plan.planning import Memory, Plan, critical_batch, engine_remedies, learner_remedies, plan
 from etude.plan.shape import Layout, Region, Shape, Training
@@ -33,4 +34,5 @@ __all__ = [
     "engine_remedies",
     "learner_remedies",
     "plan",
+    "sensitivity",
 ]

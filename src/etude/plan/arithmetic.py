@@ -4,6 +4,7 @@ Each docstring has the source of the formula."""
 
 from __future__ import annotations
 
+import functools
 from math import log2, prod
 
 from etude.models.config import ModelConfig
@@ -12,6 +13,8 @@ from etude.models.quantised_storage import is_quantised
 from etude.plan.shape import Training
 
 FLOAT32_BYTES, BF16_BYTES = 4, 2
+CODE_BYTES = 1 + 4 / 256
+"""Bytes of a number of an 8-bit moment: a code, and its share of a block's float32 scale (`training.moments`)."""
 
 
 def active_parameters(model: ModelConfig) -> int:
@@ -31,9 +34,12 @@ def attention_flops(model: ModelConfig, context: float) -> float:
     """Compute the FLOPs of attention for one token that attends to `context` keys, in all layers.
 
     There are 2 products with 2 FLOPs per element in each head and layer: Chowdhery et al. 2022, "PaLM" (arXiv
-    2204.02311), appendix B."""
-    width = model.head_dim + model.value_dim
-    return 2.0 * model.num_layers * model.num_heads * width * context
+    2204.02311), appendix B. A gated delta layer decays, reads and changes each number of its state, and reads it again:
+    8 FLOPs per number, whatever the context (Yang et al. 2024, arXiv 2412.06464, eq. 10)."""
+    width, linear = model.head_dim + model.value_dim, model.linear
+    full = model.num_layers - len(model.linear_layers)
+    states = 0 if linear is None else len(model.linear_layers) * linear.value_heads * linear.key_dim * linear.value_dim
+    return 2.0 * full * model.num_heads * width * context + 8.0 * states
 
 
 def forward_flops(model: ModelConfig, context: float) -> float:
@@ -60,7 +66,7 @@ def kv_bytes_token(model: ModelConfig, width: int = BF16_BYTES) -> int:
     Shazeer 2019 (arXiv 1911.02150); latents: DeepSeek-AI 2024, "DeepSeek-V2" (arXiv 2405.04434), table 1."""
     kept = model.cache_layout
     values = 0 if kept.shared else kept.heads * kept.value_width
-    return model.num_layers * (kept.heads * kept.key_width + values) * width
+    return (model.num_layers - len(model.linear_layers)) * (kept.heads * kept.key_width + values) * width
 
 
 def kv_bytes_device(model: ModelConfig, devices: int, width: int = BF16_BYTES) -> int:
@@ -72,7 +78,17 @@ def kv_bytes_device(model: ModelConfig, devices: int, width: int = BF16_BYTES) -
     kept = model.cache_layout
     if kept.shared:
         return kv_bytes_token(model, width)
-    return model.num_layers * -(-kept.heads // devices) * (kept.key_width + kept.value_width) * width
+    layers = model.num_layers - len(model.linear_layers)
+    return layers * -(-kept.heads // devices) * (kept.key_width + kept.value_width) * width
+
+
+def state_bytes(model: ModelConfig) -> int:
+    """Compute the bytes of the states of one sequence in all gated delta layers. States are float32.
+
+    Their size does not depend on the context: Yang et al. 2024 (arXiv 2412.06464), section 3."""
+    if model.linear is None:
+        return 0
+    return FLOAT32_BYTES * len(model.linear_layers) * sum(map(prod, model.linear.state_shapes()))
 
 
 def used_experts(model: ModelConfig, batch: float) -> float:
@@ -106,13 +122,14 @@ def expert_parameters(model: ModelConfig) -> int:
     return model.num_moe_layers * model.num_experts * 3 * model.hidden_size * model.expert_size
 
 
-def matrices(model: ModelConfig, on: str = "all") -> list[tuple[int, ...]]:
+@functools.lru_cache(maxsize=8)
+def matrices(model: ModelConfig, on: str = "all") -> tuple[tuple[int, ...], ...]:
     """Return the shapes of the matrices that Muon trains and LoRA adapts: the weights of attention and MLPs, with one
     entry for each expert.
 
     `on` selects them: "all", "attention" or "mlp"."""
     found = ((".mlp." in name, shape) for name, shape in weight_shapes(model) if is_quantised(name))
-    return [shape for is_mlp, shape in found if on == "all" or is_mlp == (on == "mlp")]
+    return tuple(shape for is_mlp, shape in found if on == "all" or is_mlp == (on == "mlp"))
 
 
 def expert_adapters(model: ModelConfig, training: Training) -> int:
@@ -140,15 +157,32 @@ def trained_parameters(model: ModelConfig, training: Training) -> int:
     return training.lora_rank * sum(map(sum, matrices(model, training.lora_on)))
 
 
+def parameter_bytes(training: Training, ranks: int) -> dict[str, float]:
+    """Return the bytes of one trained parameter on a learner with `ranks` ranks, by part. AdamW has two moments.
+
+    Rajbhandari et al. 2019, "ZeRO" (arXiv 1910.02054), section 3.1, with gradients in float32. Weights that are bf16
+    masters are stored in the dtype in which operators read them. Ranks that share float32 weights keep a float32 vector
+    beside their shards, from which the fused kernel writes them."""
+    copied = ranks > 1 and not training.lora_rank and training.moment_bytes == FLOAT32_BYTES
+    masters = not training.bf16_masters and (training.masters or copied)
+    return {
+        "weights": float(training.gathered_bytes if training.bf16_masters else FLOAT32_BYTES),
+        "masters": float(FLOAT32_BYTES) if masters else 0.0,
+        "gradients": float(FLOAT32_BYTES),
+        "moments": 2 * training.moment_bytes,
+    }
+
+
 def weights_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
     """Compute the bytes of the weights in the device memory of one of `ranks` fully sharded learner ranks.
 
-    Trained weights are float32. With LoRA, the frozen model is kept once, in the dtype in which ranks exchange it.
-    Adapters are counted as in `adapter_parameters_per_rank`."""
+    With LoRA, the frozen model is kept once, in the dtype in which ranks exchange it. Adapters are counted as in
+    `adapter_parameters_per_rank`."""
+    each = parameter_bytes(training, ranks)["weights"]
     if not training.lora_rank:
-        return FLOAT32_BYTES * model.num_parameters / ranks
+        return each * model.num_parameters / ranks
     frozen = training.gathered_bytes * model.num_parameters / ranks
-    return frozen + float(FLOAT32_BYTES) * adapter_parameters_per_rank(model, training)
+    return frozen + each * adapter_parameters_per_rank(model, training)
 
 
 def base_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
@@ -157,21 +191,30 @@ def base_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
     They are in the published dtype, and each optimiser step merges the adapters into them."""
     if not training.lora_rank:
         return 0.0
-    width = BF16_BYTES if training.masters else FLOAT32_BYTES
+    width = BF16_BYTES if training.masters or training.bf16_masters else FLOAT32_BYTES
     return float(width) * sum(map(prod, matrices(model, training.lora_on))) / ranks
 
 
 def optimiser_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
-    """Compute the bytes of gradients, float32 master weights and moments on one of `ranks` fully sharded learner ranks.
+    """Compute the bytes of gradients, separate masters and moments in the device memory of one of `ranks` fully sharded
+    learner ranks. Masters and moments that are offloaded to the host do not count. See also `parameter_bytes`."""
+    state = 0.0 if training.offload else optimiser_state_bytes(model, training, ranks)
+    return parameter_bytes(training, ranks)["gradients"] * _trained_on_rank(model, training, ranks) + state
 
-    All are float32: together with the weights 20 bytes per trained parameter. Rajbhandari et al. 2019, "ZeRO" (arXiv
-    1910.02054), section 3.1, with weights and gradients in float32. Muon has no second moment for matrices: Jordan et
-    al. 2024. Adapters are counted as in `adapter_parameters_per_rank`."""
-    trained = (
-        adapter_parameters_per_rank(model, training) if training.lora_rank else trained_parameters(model, training)
-    )
-    vectors = (4 if training.masters else 3) * trained - (sum(map(prod, matrices(model))) if training.muon else 0)
-    return float(FLOAT32_BYTES) * vectors / (1 if training.lora_rank else ranks)
+
+def optimiser_state_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
+    """Compute the bytes of separate masters and moments of one of `ranks` fully sharded learner ranks, on the device or
+    offloaded.
+
+    Muon has no second moment for matrices: Jordan et al. 2024."""
+    each, trained = parameter_bytes(training, ranks), _trained_on_rank(model, training, ranks)
+    less = sum(map(prod, matrices(model))) / ranks if training.muon else 0.0
+    return each["masters"] * trained + each["moments"] * trained - training.moment_bytes * less
+
+
+def _trained_on_rank(model: ModelConfig, training: Training, ranks: int) -> float:
+    """Count the trained parameters of a rank. Adapters are counted as in `adapter_parameters_per_rank`."""
+    return adapter_parameters_per_rank(model, training) if training.lora_rank else model.num_parameters / ranks
 
 
 def activation_bytes(model: ModelConfig, tokens: int, training: Training) -> float:

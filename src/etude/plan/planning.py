@@ -26,8 +26,8 @@ ENCODE_BYTES_S = 2e9  # speed of encoding a snapshot on one rank: docs/concepts/
 class Memory:
     """Memory use of one learner rank or one engine device, in bytes.
 
-    `optimiser` includes master weights, moments and gradients. `cache` is the KV cache. `capacity` is the device's
-    memory. `host`: bytes in the memory of the host, which are not part of `total`."""
+    `optimiser` includes gradients, and separate master weights and moments unless they are offloaded. `cache` is the KV
+    cache. `capacity` is the device's memory. `host`: bytes in the memory of the host, which are not part of `total`."""
 
     weights: float
     optimiser: float
@@ -61,12 +61,14 @@ class Plan:
       are sent to each.
     - `learner_device_s`, `engine_device_s`: device seconds of learner and engines, summed over devices (CPU: CPU
       seconds); `inference_to_training` is the second divided by the first.
+    - `parameter_bytes`: bytes of a trained parameter in the learner's memory, by part (`arithmetic.parameter_bytes`).
     - `communication_s`: how long one learner rank communicates.
     - `dollars`: cost of a step by part: "learner" and "engines", or "machine" for a CPU; `step_dollars` is the sum.
     - `million_tokens_dollars`: cost of a million sampled tokens."""
 
     learner_memory: Memory
     engine_memory: Memory
+    parameter_bytes: Mapping[str, float]
     batch: float
     critical_batch: float
     decode_tokens_s: float
@@ -145,9 +147,12 @@ def memory_of(model: ModelConfig, layout: Layout, capacity: float, engine_capaci
     weights = arithmetic.weights_bytes(model, training, shared)
     optimiser = arithmetic.optimiser_bytes(model, training, shared)
     activations = arithmetic.activation_bytes(model, layout.budget_tokens, training)
-    base = arithmetic.base_bytes(model, training, shared)
-    learner = Memory(weights, optimiser, activations, 0.0, capacity, host=base)
+    host = arithmetic.base_bytes(model, training, shared)
+    if training.offload:
+        host += arithmetic.optimiser_state_bytes(model, training, shared)
+    learner = Memory(weights, optimiser, activations, 0.0, capacity, host=host)
     cache = arithmetic.kv_bytes_device(model, layout.engine_ranks, layout.dtype_bytes) * layout.kv_tokens
+    cache += arithmetic.state_bytes(model) * layout.max_sequences
     engine_weights = arithmetic.engine_bytes(model, layout.dtype_bytes, layout.matrix_bytes) / layout.engine_ranks
     return learner, Memory(engine_weights, 0.0, 0.0, cache, engine_capacity)
 
@@ -171,20 +176,33 @@ def _sync_s(layout: Layout, num_bytes: float, snapshot: float) -> float:
     return transfer_s + snapshot / layout.learner_ranks / ENCODE_BYTES_S
 
 
+def prompt_token_s(model: ModelConfig, context: float, device: Device) -> float:
+    """Compute the device seconds of an engine for one token of a prompt, after `context` tokens on average."""
+    return arithmetic.forward_flops(model, context) / (device.flops * device.training_share)
+
+
+def decoding_step_s(model: ModelConfig, context: float, layout: Layout, device: Device) -> Callable[[float], float]:
+    """Return a function from the number of sequences to the seconds of one decoding step of an engine.
+
+    The sequences have `context` tokens on average. A step takes as long as the roofline says (Williams et al. 2009),
+    and the all-reduces in addition."""
+    ranks = layout.engine_ranks
+    kv = arithmetic.kv_bytes_device(model, ranks, layout.dtype_bytes) * context + 2.0 * arithmetic.state_bytes(model)
+    weight_bytes = arithmetic.engine_bytes(model, layout.dtype_bytes, layout.matrix_bytes) / model.num_parameters
+
+    def step_s(batch: float) -> float:
+        compute = arithmetic.forward_flops(model, context) * batch / device.flops / ranks
+        read = (arithmetic.read_bytes(model, batch, weight_bytes) / ranks + kv * batch) / device.bytes_s
+        return max(compute, read) / device.decoding_share + tensor_parallel_s(model, batch, ranks, device)
+
+    return step_s
+
+
 def _on_devices(model: ModelConfig, shape: Shape, layout: Layout, learners: Device, device: Device) -> Plan:
     mean, ranks = shape.context / 2, layout.engine_ranks
     learner_device_s, learner_s, communication_s = _learner_s(model, shape, layout, learners)
-    prefill_s = arithmetic.forward_flops(model, mean) * shape.prefill_tokens / (device.flops * device.training_share)
-    kv = arithmetic.kv_bytes_device(model, ranks, layout.dtype_bytes) * mean
-    weight_bytes = arithmetic.engine_bytes(model, layout.dtype_bytes, layout.matrix_bytes) / model.num_parameters
-
-    def decode_s(batch: float) -> float:
-        """Duration of one decoding step: the roofline (Williams et al. 2009) and the all-reduces."""
-        compute = arithmetic.forward_flops(model, mean) * batch / device.flops / ranks
-        read = (arithmetic.read_bytes(model, batch, weight_bytes) / ranks + kv * batch) / device.bytes_s
-        reduced = tensor_parallel_s(model, batch, ranks, device)
-        return max(compute, read) / device.decoding_share + reduced
-
+    prefill_s = prompt_token_s(model, mean, device) * shape.prefill_tokens
+    decode_s = decoding_step_s(model, mean, layout, device)
     in_flight = min(layout.max_running, (layout.max_lag + 1) * shape.rollouts) / layout.engines
     round_trip_s = sum(one.engines * one.round_trip_s for one in layout.places) / layout.engines
     waiting_s = shape.turns * (shape.tool_s + round_trip_s)
@@ -279,6 +297,7 @@ def _plan_of(
     return Plan(
         learner_memory=learner_memory,
         engine_memory=engine_memory,
+        parameter_bytes=arithmetic.parameter_bytes(layout.training, layout.learner_ranks),
         batch=batch,
         critical_batch=0.0 if on_cpu else critical_batch(model, device),
         decode_tokens_s=batch / decode_s,
@@ -389,6 +408,10 @@ def learner_remedies(model: ModelConfig, layout: Layout, capacity: float) -> Ite
         yield "learner.recompute = true"
         return
     and_recompute = "" if training.recompute else " and learner.recompute = true"
+    for settings, smaller in _smaller_states(recomputing.training):
+        if memory(replace(recomputing, training=smaller)).fits:
+            yield f"{settings}{and_recompute}"
+            break
     if ranks := _fewest(layout.learner_ranks, lambda n: memory(replace(recomputing, learner_ranks=n)).fits):
         yield f"learner.ranks = {ranks}{and_recompute}"
     if not training.lora_rank:
@@ -400,6 +423,17 @@ def learner_remedies(model: ModelConfig, layout: Layout, capacity: float) -> Ite
         less = replace(recomputing, budget_tokens=layout.budget_tokens // 4)
         if memory(less).fits:
             yield f"fewer tokens per forward pass: learner.budget_tokens = {less.budget_tokens}{and_recompute}"
+
+
+def _smaller_states(training: Training) -> Iterator[tuple[str, Training]]:
+    """Yield smaller optimiser states of these settings, as text and settings, the cheapest first."""
+    codes = replace(training, moment_bytes=arithmetic.CODE_BYTES)
+    narrow = replace(codes, masters=False, bf16_masters=True)
+    steps = [('learner.moments = "8bit"', codes)]
+    if training.masters:
+        steps.append(('learner.moments = "8bit", learner.masters = "bf16"', narrow))
+    steps += [(f"{settings}, learner.offload = true", replace(found, offload=True)) for settings, found in steps[-1:]]
+    yield from (step for step in steps if step[1] != training)
 
 
 def engine_remedies(model: ModelConfig, layout: Layout, capacity: float) -> Iterator[str]:

@@ -65,7 +65,10 @@ class Training:
 
     - `lora_rank`: the rank of the LoRA adapters; 0: all weights are trained. `lora_on`: "all", "attention" or "mlp".
     - `muon`: whether matrices are trained with Muon, which has one moment per weight; AdamW has two.
-    - `masters`: whether there are float32 copies of rounded weights.
+    - `masters`: whether the optimiser keeps float32 copies of weights that are rounded to bf16.
+    - `bf16_masters`: whether the optimiser adds its updates to the bf16 weights instead.
+    - `moment_bytes`: bytes per number of a moment: 4, or `arithmetic.CODE_BYTES` for 8-bit codes.
+    - `offload`: whether moments and separate masters are in host memory.
     - `recompute`: whether the backward pass recomputes the activations of a layer.
     - `dtype_bytes`: bytes of an activation; `gathered_bytes`: bytes of a weight when ranks exchange weights.
     - `expert_parallel`: number of ranks among which the experts are divided."""
@@ -74,6 +77,9 @@ class Training:
     lora_on: str = "all"
     muon: bool = False
     masters: bool = True
+    bf16_masters: bool = False
+    moment_bytes: float = 4.0
+    offload: bool = False
     recompute: bool = False
     dtype_bytes: int = 4
     gathered_bytes: int = 4

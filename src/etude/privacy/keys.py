@@ -25,10 +25,10 @@ _POLL_S = 0.02
 
 
 class Key(NamedTuple):
-    """A subject's key: its id (32 hex characters) and its 32 bytes."""
+    """A subject's key: its id (32 hex characters) and its 32 secret bytes."""
 
     id: str
-    bytes: bytes
+    secret: bytes
 
     def encrypt(self, data: bytes, beside: bytes) -> bytes:
         """Encrypt data with AES-256-GCM. Returns 12 random bytes (the nonce), followed by the ciphertext.
@@ -38,7 +38,7 @@ class Key(NamedTuple):
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        return nonce + AESGCM(self.bytes).encrypt(nonce, data, beside)
+        return nonce + AESGCM(self.secret).encrypt(nonce, data, beside)
 
     def decrypt(self, data: bytes, beside: bytes) -> bytes:
         """Decrypt what `encrypt` returned. Raises `ValueError` if `data` or `beside` were changed."""
@@ -46,7 +46,7 @@ class Key(NamedTuple):
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         try:
-            return AESGCM(self.bytes).decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], beside)
+            return AESGCM(self.secret).decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], beside)
         except InvalidTag:
             raise ValueError("its bytes or its columns were changed") from None
 

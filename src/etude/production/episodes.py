@@ -58,6 +58,20 @@ class Episode(NamedTuple):
         return min(one.at for one in self.records)
 
     @property
+    def num_sampled(self) -> int:
+        """The number of its sampled tokens."""
+        return sum(len(turn.completion.token_ids) for turn in self.trace.turns)
+
+    def tokens_of(self, digests: Collection[str]) -> int:
+        """Return how many of its tokens were sampled by versions with these digests."""
+        spans = (span for turn in self.trace.turns for span in turn.completion.spans)
+        return sum(span.num_tokens for span in spans if span.version.digest in digests)
+
+    def is_of(self, digests: Collection[str]) -> bool:
+        """Return whether all of its tokens were sampled by versions with these digests."""
+        return self.tokens_of(digests) == self.num_sampled
+
+    @property
     def last_at(self) -> float:
         """When its last answer was served, Unix time in s."""
         return max(one.at for one in self.records)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from etude.production.episodes import Episode
@@ -47,11 +47,25 @@ def graded_of(values: Values, reward: float) -> Graded:
     return Graded.of(reward, means, trust=Trust.DATA, reason=f"signals: {told}")
 
 
-def choose(ready: Sequence[Episode], *, episodes: int, per_user: int) -> list[Episode]:
-    """Choose the episodes of a step: the oldest first, at most `per_user` of one subject."""
+def choose(
+    ready: Sequence[Episode],
+    *,
+    episodes: int,
+    per_user: int,
+    own: Collection[str] | None = None,
+    own_share: float = 0.0,
+) -> list[Episode]:
+    """Choose the episodes of a window: the oldest first, at most `per_user` of one subject.
+
+    `own`: the digests of the versions that count as the deployed policy; None: all versions count. Episodes with tokens
+    of other versions come last, and only as long as at least the share `own_share` of all tokens is from `own`."""
     taken, chosen = Counter[str](), list[Episode]()
-    for one in sorted(ready, key=lambda one: (one.last_at, one.record_ids)):
-        if len(chosen) < episodes and taken[one.subject] < per_user:
+    total = num_own = 0
+    sized = [(one, one.num_sampled, one.num_sampled if own is None else one.tokens_of(own)) for one in ready]
+    for one, number, mine in sorted(sized, key=lambda one: (one[2] < one[1], one[0].last_at, one[0].record_ids)):
+        allowed = mine == number or num_own + mine >= own_share * (total + number)
+        if len(chosen) < episodes and taken[one.subject] < per_user and allowed:
             taken[one.subject] += 1
             chosen.append(one)
+            total, num_own = total + number, num_own + mine
     return chosen

@@ -82,7 +82,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     `batch_id`: such as "b000007". `step`: the step of the version that training on this batch produces. `rollout_ids`:
     every rollout that the step consumes, including those without a sample (no signal, or invalid). `num_loss_tokens`:
     the divisor of the loss: sampled tokens of all valid rollouts, including those without signal. `lr_share`: a factor
-    of the learning rate from 0 to 1; below 1 when few groups have a sample. `pairs`: preference pairs (better, worse)
+    of the learning rate; below 1 when few groups have a sample. `pairs`: preference pairs (better, worse)
     for the DPO loss, as ids of rollouts with a sample; empty unless the credit scheme forms pairs."""
 
     batch_id: str

@@ -9,6 +9,19 @@ import msgspec
 from etude.records.completion import Completion, Sampling
 from etude.records.wire import I32
 
+PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
+"""What the APIs put before the id of a response."""
+
+
+def without_prefix(response_id: str) -> str:
+    """Return the id of a response without the prefix of its API, as `ServedAnswer.response_id`.
+
+    >>> without_prefix("chatcmpl-0a1b"), without_prefix("0a1b")
+    ('0a1b', '0a1b')
+    """
+    prefix = next((one for one in PREFIXES if response_id.startswith(one)), "")
+    return response_id.removeprefix(prefix)
+
 
 class ServedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One complete answer to a request.

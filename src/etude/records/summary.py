@@ -206,8 +206,9 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     The conductor makes the plan. The learner reads the rollouts' files and builds the `Batch`. `members`: every rollout
     that the step consumes, in order of rollout id. `max_lag`: the largest allowed age of a token in steps.
     `num_loss_tokens`: the divisor of the loss: sampled tokens of all valid rollouts. `full_groups`: if fewer groups
-    than this have a sample, the learning rate is scaled down; 0: it is never scaled. `rewards`: the settings by which
-    the rewards were composed and credited, for the record (`docs/formats/traces.md`)."""
+    than this have a sample, the learning rate is scaled down; 0: it is never scaled. `lr_share`: a further factor of
+    the learning rate. `rewards`: the settings by which the rewards were composed and credited, for the record
+    (`docs/formats/traces.md`)."""
 
     batch_id: str  # "b000007"
     step: int  # version step that training on this batch produces
@@ -215,6 +216,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     members: tuple[Member, ...]
     num_loss_tokens: int
     full_groups: int = 0
+    lr_share: float = 1.0
     rewards: dict[str, Any] = {}
 
     @property

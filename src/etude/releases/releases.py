@@ -27,7 +27,7 @@ from etude.releases.states import Release, ReleaseRefused, State, Transition
 from etude.seams import BlobStore
 from etude.weights.chain.signing import Signer
 
-RULES, OPERATOR = "rules", "operator"
+RULES, OPERATOR, LOOP = "rules", "operator", "loop"  # who decides
 _FIRST = "passed its gate"
 
 
@@ -84,11 +84,12 @@ class Releases:
         channel: str = "policy",
         location: str,
         now: float,
+        by: str = OPERATOR,
     ) -> Release:
         """Begin a release of the version `candidate`. It serves no requests before it has passed its gate.
 
-        `location`: the name of the store, which is recorded. `now`: seconds since 1970. Raises `ReleaseRefused` if
-        another release is open, and `InputError` if there is no stable version."""
+        `location`: the name of the store, which is recorded. `now`: seconds since 1970. `by`: who begins it. Raises
+        `ReleaseRefused` if another release is open, and `InputError` if there is no stable version."""
         others = self.all()
         if others and others[-1].pending is not None:  # such as the rollback of a promoted release
             raise _wrong_state(others[-1], "be followed by another")
@@ -108,7 +109,7 @@ class Releases:
             since=now,
         )
         reason = f"{candidate} against {stable}"
-        first = Transition(at=now, origin=None, state=State.CANDIDATE, share=0, by=OPERATOR, reason=reason)
+        first = Transition(at=now, origin=None, state=State.CANDIDATE, share=0, by=by, reason=reason)
         try:
             number = self._database.begin(release.state, _encoded(release), _encoded(first))
         except SecondRelease:  # another process began one since
@@ -212,8 +213,8 @@ class Releases:
             since = one.at
         return since
 
-    def promote(self, store: BlobStore, *, reason: str, now: float) -> Release:
-        """Make the candidate of the newest release the stable version, by an operator's decision.
+    def promote(self, store: BlobStore, *, reason: str, now: float, by: str = OPERATOR) -> Release:
+        """Make the candidate of the newest release the stable version, by the decision of `by`.
 
         If an earlier call was interrupted, it is completed. Raises `ReleaseRefused` if the release serves no requests
         or has ended."""
@@ -223,7 +224,7 @@ class Releases:
         if release.state is State.CANDIDATE:
             raise _no_gate(release)
         self._require(release, State.CANARY, State.HELD, to="be promoted")
-        return self._move(store, release, State.PROMOTED, release.share, now=now, by=OPERATOR, reason=reason)
+        return self._move(store, release, State.PROMOTED, release.share, now=now, by=by, reason=reason)
 
     def hold(self, *, reason: str, now: float) -> Release:
         """Keep the canary of the newest release at its share until an operator decides. Raises `ReleaseRefused` if the
@@ -231,14 +232,14 @@ class Releases:
         release = self._newest(State.CANARY, to="be held")
         return self._step(release, State.HELD, release.share, now=now, by=OPERATOR, reason=reason)
 
-    def resume(self, *, reason: str, now: float) -> Release:
+    def resume(self, *, reason: str, now: float, by: str = OPERATOR) -> Release:
         """Continue a release that was held, with the same share and its earlier outcomes.
 
         Raises `ReleaseRefused` if it was not held."""
         release = self._newest(State.HELD, to="be resumed")
-        return self._step(release, State.CANARY, release.share, now=now, by=OPERATOR, reason=reason)
+        return self._step(release, State.CANARY, release.share, now=now, by=by, reason=reason)
 
-    def rollback(self, store: BlobStore, *, reason: str, now: float) -> Release:
+    def rollback(self, store: BlobStore, *, reason: str, now: float, by: str = OPERATOR) -> Release:
         """End the newest release, in any state: all subjects get the version from before it.
 
         If an earlier call was interrupted, it is completed. A promoted release can be rolled back as long as it is the
@@ -249,7 +250,7 @@ class Releases:
             return self._finish(store, release)
         if release.state in (State.REFUSED, State.ROLLED_BACK):
             raise _wrong_state(release, "be rolled back")
-        return self._move(store, release, State.ROLLED_BACK, 0, now=now, by=OPERATOR, reason=reason)
+        return self._move(store, release, State.ROLLED_BACK, 0, now=now, by=by, reason=reason)
 
     # steps
 

@@ -41,7 +41,8 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
     """One change of a release: from the state `origin` (None: the release begins) to `state`.
 
     `at`: the time, in seconds since 1970. `share`: percent of the subjects that get the candidate afterwards. `by`: who
-    decided, "rules" or "operator". `evidence`: the numbers that led to it, as plain data."""
+    decided: "rules", "operator" (a person), or "loop" (`etude learn --releases`). `evidence`: the numbers that led to
+    it, as plain data."""
 
     at: float
     origin: State | None

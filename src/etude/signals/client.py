@@ -57,7 +57,7 @@ def send_feedback(
     ]
     headers = {"content-type": "application/json"}
     headers |= {"authorization": f"Bearer {key}"} if key else {}
-    headers |= {"x-etude-user": user} if user else {}
+    headers |= {"x-etude-user": user.encode().decode("latin-1")} if user else {}  # urllib sends latin-1: UTF-8 then
     body = json.dumps({"signals": sent}).encode()
     request = urllib.request.Request(f"{base_url.rstrip('/')}/feedback", body, headers, method="POST")
     found = _answer(request, time.monotonic() + deadline_s)

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
-"""What the APIs put before the id of a response."""
+from etude.records.served import PREFIXES
+
 MAX_CHARS = 128
 """The longest text that may be an id."""
 _TIME, _NONCE, _MODEL, _TAG = 6, 6, 4, 16

@@ -4,6 +4,7 @@ Every change is one transaction, on the disk when its method returns."""
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,6 +18,7 @@ from etude.privacy import Level
 from etude.privacy.database import BUSY_S, connect, delete_subject, reported, transaction
 from etude.privacy.subjects import SubjectDigests
 from etude.signals.versions import KEPT, Observation
+from etude.sqlite_reading import open_readonly
 
 FORMAT = 1
 TABLE = "signals"
@@ -42,6 +44,13 @@ CREATE INDEX IF NOT EXISTS erasures_by_subject ON erasures (subject, at);
 _STORED = "subject, id, organisation, response_id, answer, name, value, at, clamped, received, began, model, level"
 _VERSION = """(SELECT {column} FROM versions v WHERE v.model = s.model AND v.began <= s.began
     ORDER BY v.began DESC LIMIT 1)"""
+_SUMMARIES = f"""
+    WITH told AS (SELECT s.*, coalesce({_VERSION.format(column="version")}, '') AS version FROM {TABLE} s),
+    by_subject AS (SELECT name, version, subject, avg(value) AS mean FROM told GROUP BY 1, 2, 3)
+    SELECT t.name, t.version, count(*), count(DISTINCT t.response_id || ' ' || t.answer),
+        count(DISTINCT t.subject), (SELECT avg(b.mean) FROM by_subject b
+            WHERE b.name = t.name AND b.version = t.version)
+    FROM told t GROUP BY 1, 2 ORDER BY 1, 2"""
 
 
 class Signal(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,15 +203,8 @@ class SignalStore:
 
     def summaries(self) -> list[Summary]:
         """Return a summary for each name and version, sorted."""
-        sql = f"""
-            WITH told AS (SELECT s.*, coalesce({_VERSION.format(column="version")}, '') AS version FROM {TABLE} s),
-            by_subject AS (SELECT name, version, subject, avg(value) AS mean FROM told GROUP BY 1, 2, 3)
-            SELECT t.name, t.version, count(*), count(DISTINCT t.response_id || ' ' || t.answer),
-                count(DISTINCT t.subject), (SELECT avg(b.mean) FROM by_subject b
-                    WHERE b.name = t.name AND b.version = t.version)
-            FROM told t GROUP BY 1, 2 ORDER BY 1, 2"""
         with reported(self.path):
-            return [Summary(*row) for row in self._db.execute(sql)]
+            return [Summary(*row) for row in self._db.execute(_SUMMARIES)]
 
     def erase(self, names: SubjectDigests, now: float) -> int:
         """Delete the signals of a subject, for an organisation those of all its users too, and note the erasure.
@@ -226,6 +228,14 @@ class SignalStore:
     def close(self) -> None:
         """Close the file."""
         self._db.close()
+
+
+def read_summaries(path: Path) -> list[Summary]:
+    """Return a summary for each name and version of a file of signals, sorted. Writes nothing, and creates no file.
+
+    Raises `PrivacyError` if it is not a file of signals, or cannot be read."""
+    with reported(path), contextlib.closing(open_readonly(path)) as database:
+        return [Summary(*row) for row in database.execute(_SUMMARIES)]
 
 
 def _refuse_other(path: Path) -> None:

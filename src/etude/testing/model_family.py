@@ -148,6 +148,8 @@ def random_model(c: ModelConfig, seed: int = 0) -> Transformer:
         drawn = torch.randn(view.shape, generator=generator)
         if view.ndim > 1:
             view.copy_(1.2 * view.shape[-1] ** -0.5 * drawn)
+        elif name.endswith("A_log") or (c.architecture.centred_norms and ".linear." not in name):
+            view.copy_(0.2 * drawn)
         else:
             view.copy_(0.3 * drawn if name.endswith("bias") else 1 + 0.2 * drawn)
     return model

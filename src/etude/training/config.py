@@ -23,6 +23,24 @@ class LiveWeights(enum.StrEnum):
     F32 = "f32"
 
 
+class Masters(enum.StrEnum):
+    """The precision of the weights to which the optimiser adds its updates.
+
+    F32: float32 masters, beside the live weights if these are rounded. BF16: the live weights are the masters; updates
+    are rounded stochastically (`training.rounding`), and what is published is exactly what the optimiser has."""
+
+    F32 = "f32"
+    BF16 = "bf16"
+
+
+class Moments(enum.StrEnum):
+    """How the optimiser stores its moments. F32: as float32. INT8: as 8-bit codes with a scale for each block
+    (`training.moments`)."""
+
+    F32 = "f32"
+    INT8 = "8bit"
+
+
 class OptimizerKind(enum.StrEnum):
     """The built-in optimisers.
 
@@ -116,6 +134,8 @@ class LearnerConfig:
     - `correction`: how importance ratios are corrected for engines that are not exact, with the bounds `correction_low`
       and `correction_high`; None: the defaults of the correction.
     - `dtype`: the dtype of activations. Gradients accumulate in float32.
+    - `masters`, `moments`: "bf16" and "8bit" take 8 to 12 bytes a parameter less than "f32" (docs/guides/memory.md).
+    - `offload`: keep moments and separate masters in the memory of the host. On a CPU they are there anyway.
     - `ranks`: processes that share the weights and the work. Of these, `expert_parallel` neighbours share the experts,
       and `context_parallel` neighbours share each text.
     - `recompute`: activation checkpointing, which takes less memory and a third more compute.
@@ -145,6 +165,9 @@ class LearnerConfig:
     weights: LiveWeights = LiveWeights.BF16
     dtype: ComputeDtype = ComputeDtype.FLOAT32
     optimizer: OptimizerKind = OptimizerKind.ADAMW
+    masters: Masters = Masters.F32
+    moments: Moments = Moments.F32
+    offload: bool = False
     ranks: int = ranged(1, low=1, high=65_536)
     expert_parallel: int = ranged(1, low=1)
     context_parallel: int = ranged(1, low=1)
@@ -160,6 +183,11 @@ class LearnerConfig:
         if self.policy_loss is PolicyLossKind.PPO and self.ratio_bound < self.clip_high:
             raise ValueError(
                 f"ratio_cap = {self.ratio_cap} is below clip_high = {self.clip_high}: it must be at least as large"
+            )
+        if self.masters is Masters.BF16 and self.weights is LiveWeights.F32:
+            raise ValueError(
+                "weights = 'f32' cannot be combined with masters = 'bf16', which keeps no float32 weights to publish: "
+                "set weights = 'bf16' or masters = 'f32'"
             )
         for name in ("expert_parallel", "context_parallel"):
             if self.ranks % getattr(self, name):
@@ -323,7 +351,7 @@ class MidTrainingConfig:
     - `lr`: warm-up, constant, then linear decay to 3 % from 60 % of the steps on.
     - `optimizer`: "muon" learns more from each token and takes more time for a step; the ranks share this extra work.
     - `lora_rank`: the rank of LoRA adapters of a starting checkpoint, which are merged into the result; 0: train all
-      weights, in float32. Adapters leave the router biases as they are.
+      weights, in float32 unless `learner.masters` is bf16. Adapters leave the router biases as they are.
     - `balance`: the coefficient of the load-balancing loss. `balance_bias`: the update step of the router bias, in
       model families that have one.
     - `mtp`: what MTP heads learn: "distill", "tokens" or "off".
@@ -370,9 +398,12 @@ class MidTrainingConfig:
             budget_tokens=learner.budget_tokens,
             balance=self.balance,
             balance_bias=0.0 if self.lora_rank else self.balance_bias,
-            weights=learner.weights if self.lora_rank else LiveWeights.F32,
+            weights=learner.weights if self.lora_rank or learner.masters is Masters.BF16 else LiveWeights.F32,
             dtype=learner.dtype,
             optimizer=self.optimizer,
+            masters=learner.masters,
+            moments=learner.moments,
+            offload=learner.offload,
             ranks=ranks,
             expert_parallel=learner.expert_parallel,
             context_parallel=learner.context_parallel,

@@ -70,6 +70,11 @@ class TrainingCore:
                 weight_decay=weight_decay,
                 grad_clip=config.grad_clip,
                 norm=group.global_norm,
+                masters=config.masters,
+                moments=config.moments,
+                offload=config.offload,
+                seed=request.seed,
+                first_row=group.first_row,
             )
 
         self.optimizer: AdamW = make_optimizer(self.trainable.module)

@@ -29,7 +29,15 @@ from etude.numerics.factory import operators_for
 from etude.records import Batch, Sample, Version
 from etude.records.sample import Published, StepReport
 from etude.training.batch_metrics import BatchMetrics, merge_metrics
-from etude.training.config import CorrectionKind, DpoReference, LearnerConfig, OptimizerKind, PolicyLossKind
+from etude.training.config import (
+    CorrectionKind,
+    DpoReference,
+    LearnerConfig,
+    Masters,
+    Moments,
+    OptimizerKind,
+    PolicyLossKind,
+)
 from etude.training.core import TrainingCore
 from etude.training.corrections import Corrected, correct, decoupled
 from etude.training.flat_batch import FlatBatch, path_rows
@@ -43,7 +51,7 @@ from etude.training.pair_loss import PairLoss, pair_loss, weighted_tokens_loss
 from etude.training.process_group import SINGLE_PROCESS, ProcessGroup
 from etude.training.reference import Reference
 from etude.training.routes import RouteReplay
-from etude.training.schedule import lr_multiplier
+from etude.training.schedule import rl_lr_multiplier
 from etude.training.trainable import LoadRequest, Trainable
 from etude.weights.chain.publisher import Publisher, Writer
 from etude.weights.tensors import Tensor
@@ -317,9 +325,7 @@ class TorchLearner:
         Raises `NotFinite` for a gradient that is not finite, before anything has changed, and for new weights that are
         not finite: then these can be neither saved nor published."""
         lr = self._lr_share * self.config.lr
-        lr *= lr_multiplier(
-            self.step, self._num_steps, warmup_steps=self.config.warmup_steps, decay_from=0.6, final=0.1
-        )
+        lr *= rl_lr_multiplier(self.step, self._num_steps, warmup_steps=self.config.warmup_steps)
         norm = self.core.step(lr=lr, step=self.step + 1)
         self.step += 1
         heads = {} if self.core.mtp.optimizer is None else {"mtp_loss": self.core.mtp_loss}
@@ -437,6 +443,8 @@ def _metadata_text(config: LearnerConfig, step: int, version: Version | None) ->
         "version": None if version is None else [version.step, version.incarnation, version.digest],
         "weights": str(config.weights),
         "optimizer": str(config.optimizer),
+        "masters": str(config.masters),
+        "moments": str(config.moments),
     }
     return json.dumps(metadata) + "\n"
 
@@ -460,10 +468,12 @@ def _read_metadata(path: Path, config: LearnerConfig) -> tuple[int, Version | No
             f"it contains {metadata}",
             hint=f"delete {path.parent}: a resumed run continues from the checkpoint before it",
         )
-    for name, expected in (("weights", config.weights), ("optimizer", config.optimizer)):
-        if metadata.get(name, OptimizerKind.ADAMW) != expected:
+    before = {"optimizer": OptimizerKind.ADAMW, "masters": Masters.F32, "moments": Moments.F32} | metadata
+    for name in ("weights", "optimizer", "masters", "moments"):
+        expected = getattr(config, name)
+        if before.get(name) != expected:
             raise CheckpointError(
-                f"{path} was saved with learner.{name} = {metadata.get(name)!r}",
+                f"{path} was saved with learner.{name} = {str(before.get(name))!r}",
                 f"the setting is now {str(expected)!r}",
                 hint=f"set learner.{name} to the checkpoint's value",
             )

@@ -36,7 +36,7 @@ from etude.numerics.device import device_for
 from etude.numerics.factory import operators_for
 from etude.telemetry import Telemetry
 from etude.training.batches import plan_batches, split_documents
-from etude.training.config import LearnerConfig, MidTrainingConfig
+from etude.training.config import LearnerConfig, Masters, MidTrainingConfig, Moments
 from etude.training.core import Row, TrainingCore
 from etude.training.corpus import Spans, TokenizedDocuments
 from etude.training.data_parallel import RankGroup, run_ranks
@@ -141,6 +141,8 @@ class Job:
             start = file_digest(self.start / SUMS)
         used, mode = self.settings, self.numerics.mode
         computed = [used.dtype, used.weights, used.lora_alpha, used.lora_on, mode]
+        if used.masters is Masters.BF16 or used.moments is Moments.INT8:
+            computed += [used.masters, used.moments]
         plain = [to_plain(self.config), to_plain(self.model), self.seed, start, list(corpora.values()), computed]
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 

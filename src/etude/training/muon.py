@@ -8,7 +8,7 @@ networks", 2024).
 | queries, keys, values, also of latent attention | Muon, each head separately | "Muon split": GLM-5, arXiv 2602.15763 |
 | attention output, dense layers, shared experts | Muon, gate and up separately | Jordan et al. |
 | experts | Muon, each expert separately | Moonlight, arXiv 2502.16982 |
-| embedding, head, norms, routers | AdamW | both |
+| embedding, head, norms, routers, short convolutions, gates of shared experts | AdamW | both |
 
 Updates are scaled by 0.2 √(larger side), AdamW's usual size (arXiv 2502.16982, §2.2), so one learning rate serves both.
 Five Newton-Schulz steps with Jordan's coefficients compute the orthogonal matrix; its singular values are in [0.7,
@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from etude.training.optimizer import AdamW
+from etude.training.optimizer_state import Update
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_STEPS = 5
@@ -68,20 +69,16 @@ class Muon(AdamW):
     def _excluded_names(self, model: nn.Module) -> Sequence[str]:
         return tuple(self._blocks)
 
-    def _update_excluded(self, lr: float, divisor: float | None) -> None:
-        size = self._excluded_size
-        grad, momentum, master = self._grad[:size], self._first[:size], self._master[:size]
-        if divisor is not None:
-            grad.div_(divisor)
-        momentum.mul_(self._momentum).add_(grad)
-        ahead = grad.add_(momentum, alpha=self._momentum)  # Nesterov; overwrites the gradient
-        rows = {name: ahead[self.slices[name]].view(self.shapes[name]) for name in self._blocks}
+    def _update_excluded(self, update: Update) -> None:
+        self.kept.momentum(update, self._momentum)
+        gradients = self.by_parameter(self.grad)
+        rows = {name: gradients[name] for name in self._blocks}
         full_tensors = {
             name: orthogonalise(full, self._blocks[name]) for name, full in self._exchange.gather(rows).items()
         }
-        for name, update in self._exchange.shard(full_tensors, rows).items():
-            rows[name].copy_(update)
-        master.mul_(1 - lr * self.weight_decay).sub_(ahead, alpha=lr)
+        for name, turned in self._exchange.shard(full_tensors, rows).items():
+            rows[name].copy_(turned)
+        self.kept.descend(update)
 
 
 def muon_matrices(model: nn.Module) -> dict[str, list[int]]:

@@ -124,7 +124,7 @@ def checked_step(
                 ) from None
         raise NotFinite(f"the gradient of step {step} overflows", error.facts, hint=HINT) from None  # of its squares
     with propagate_errors("weights"):
-        if not is_finite(optimizer.live):
+        if not all(map(is_finite, optimizer.lives())):
             check_weights(views(), f"after step {step}")
     return norm
 

@@ -90,6 +90,9 @@ class ProcessGroup(Protocol):
 
         None if backward passes alone compute this sum."""
 
+    def first_row(self, name: str) -> int:
+        """Return the index of the first row of a trained parameter that this rank has."""
+
     def restore_optimizer(self, path: Path, optimizer: AdamW) -> None:
         """Restore the optimiser state of a checkpoint, whichever ranks saved it.
 
@@ -157,6 +160,9 @@ class SingleProcess:
 
     def accumulator(self, optimizer: AdamW, shares: int) -> ShareAccumulator | None:
         return ShareAccumulator(optimizer.grad) if shares > 1 else None
+
+    def first_row(self, name: str) -> int:
+        return 0
 
     def restore_optimizer(self, path: Path, optimizer: AdamW) -> None:
         if (path / OPTIMIZER_SHARDS).is_dir():

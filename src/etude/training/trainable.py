@@ -26,7 +26,7 @@ from etude.numerics.config import Quantise
 from etude.numerics.lora import LoraOperators
 from etude.numerics.operators import Operators
 from etude.records.adapter import PUBLISHED, AdapterConfig
-from etude.training.config import LearnerConfig, LiveWeights, LoraOn
+from etude.training.config import LearnerConfig, LiveWeights, LoraOn, Masters
 from etude.training.exports import encode_tensors, export, stored_dtype
 from etude.weights.tensors import Tensor
 
@@ -121,6 +121,13 @@ class LoadRequest:
         published = stored_dtype(self.config.weights)
         return published if self.operators.storage_dtype is published else torch.float32
 
+    @property
+    def held_dtype(self) -> torch.dtype:
+        """The dtype in which trained weights are in memory.
+
+        It is bf16 if `masters` is bf16 and the operators multiply bf16 with bf16; otherwise float32."""
+        return self.frozen_dtype if self.config.masters is Masters.BF16 else torch.float32
+
     def check_kind(self) -> None:
         """Raise `CheckpointError` unless the checkpoint's learner and this one both train adapters, or both all
         weights."""
@@ -183,16 +190,16 @@ def load_trainable(request: LoadRequest) -> Trainable:
     request.check_kind()
     path, config, device = request.path, request.config, request.device
     if not config.lora_rank:
-        model = load_model(path, operators=request.operators, held=torch.float32).to(device)
+        model = load_model(path, operators=request.operators, held=request.held_dtype).to(device)
         return FullWeights(set_recompute(model, config.recompute), config.weights, request.quantise, path)
     base = request.base
     model = load_model(base, operators=LoraOperators(request.operators), held=request.frozen_dtype).to(device)
     adapter_config, tensors = request.adapter(set_recompute(model, config.recompute))
     if request.resumed:
-        adapters = merge_adapter(model, adapter_config, tensors, str(path), held=True)
+        adapters = merge_adapter(model, adapter_config, tensors, str(path), held=request.held_dtype)
     else:
         kind = stored_dtype(config.weights)
-        adapters = Adapters(model, adapter_config, dtype=kind, held=torch.float32)
+        adapters = Adapters(model, adapter_config, dtype=kind, held=request.held_dtype)
         round_parameters(model, kind)
         adapters.draw(request.seed)
     return LoraWeights(model, adapters, config.weights, base)

@@ -10,9 +10,13 @@ from tests.unit.releases.played import branches, published
 from tests.unit.releases.test_gate import played
 
 from etude.cli import main
+from etude.config import build, to_toml
 from etude.evals import write_rows
 from etude.evals.records import record_path, write_record
+from etude.loop.config import RunConfig
+from etude.loop.locations import weights_store
 from etude.records.completion import Version
+from etude.run import RunFolder
 from etude.stores import DirectoryStore
 
 SETTINGS = """
@@ -101,3 +105,39 @@ def test_what_cannot_be_done_is_told_in_three_parts(place: Path, capsys: pytest.
         told = capsys.readouterr().err
         assert said in told
         assert ("hint: " in told) == bool(said)
+
+
+@pytest.mark.parametrize("command", ["promote", "hold", "resume", "rollback"])
+def test_a_decision_needs_a_reason(command: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(BEGIN) == 0
+    with pytest.raises(SystemExit) as ended:
+        main(["release", command, "--reason", " "])
+    assert ended.value.code == 2
+    assert "a reason is empty" in capsys.readouterr().err
+    assert main(["release", "why"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2, "the release, and its begin"
+
+
+def test_a_run_is_not_served_with_the_releases_of_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "release.toml").write_text(SETTINGS)
+    for seed, name in enumerate(("one", "two")):
+        run = RunFolder.create(tmp_path / name, config_toml=to_toml(build(RunConfig, {})), seed=seed)
+        published(weights_store(run), versions=2 + seed)
+
+    def served(name: str) -> str:
+        assert main(["serve", name, "--port", "0", "--releases", "releases.sqlite"]) != 0
+        return capsys.readouterr().err
+
+    assert "etude learn RUN --releases FILE" in served("one")
+    assert main(["release", "begin", "one", "1", "--settings", "release.toml"]) == 0
+    told = served("two")
+    assert "releases.sqlite has releases of other weights" in told
+    assert f"in {tmp_path / 'one'}; {Path('two/weights')} is served" in told
+    assert "hint: " in told
+    no_engine = "checkpoints/mid is not a checkpoint"  # what comes after
+    assert no_engine in served("one")
+    (tmp_path / "one").rename(tmp_path / "moved")
+    assert no_engine in served("moved")

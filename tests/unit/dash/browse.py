@@ -19,9 +19,15 @@ class Browser:
     """Pages of the runs at `path`. `get` returns the response to a GET."""
 
     def __init__(
-        self, path: Path, *, releases: Path | None = None, privacy: Path | None = None, keys: Keys | None = None
+        self,
+        path: Path,
+        *,
+        releases: Path | None = None,
+        privacy: Path | None = None,
+        feedback: Path | None = None,
+        keys: Keys | None = None,
     ) -> None:
-        self.dash = Dash(Runs(path, readers()), releases=releases, privacy=privacy)
+        self.dash = Dash(Runs(path, readers()), releases=releases, privacy=privacy, feedback=feedback)
         self.app = create_app(self.dash, keys=keys)
 
     def get(self, url: str, **headers: str) -> httpx.Response:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from tests.unit.releases.played import passed, settings
 
 from etude.privacy import Level, PrivacyFolder, Subject
 from etude.releases import Releases
+from etude.signals import FeedbackFile, GivenSignal
+from etude.signals.file import Sent
+from etude.signals.versions import Observation
 from etude.stores import DirectoryStore
 from etude.weights.chain.branches import point
 
@@ -50,6 +54,18 @@ def privacy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def feedback(shown: ShownRunFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of signals about answers of the newest version: two of bob, who kept one edit, and one of eve."""
+    path = tmp_path_factory.mktemp("feedback") / "feedback.sqlite"
+    with FeedbackFile(path, create=True) as file:
+        for number, (user, value) in enumerate((("bob", 1.0), ("bob", 0.0), ("eve", 1.0))):
+            response_id, now = file.ids.new("acme", user, "laptop"), time.time()
+            given = GivenSignal(id=f"s{number}", response_id=response_id, name="kept", value=value)
+            file.add([Sent("acme", user, [given])], [Observation("laptop", now - 60, str(shown.versions[-1]))])
+    return path
+
+
 @pytest.fixture
-def browser(shown: ShownRunFolder, releases: Path, privacy: Path) -> Browser:
-    return Browser(shown.path, releases=releases, privacy=privacy)
+def browser(shown: ShownRunFolder, releases: Path, privacy: Path, feedback: Path) -> Browser:
+    return Browser(shown.path, releases=releases, privacy=privacy, feedback=feedback)

@@ -65,6 +65,16 @@ def test_a_version_is_shown_with_its_parent_its_delta_its_batch_and_who_is_serve
     assert all(str(one) in table for one in shown.versions)
 
 
+def test_a_version_shows_the_signals_about_its_answers_each_user_by_its_mean(browser: Browser) -> None:
+    page = texts(browser.get("/run/laptop/versions/3"))
+    assert "mean over users kept 3 3 2 0.750" in " ".join(page.split()), page
+    assert "none about its answers" in texts(browser.get("/run/laptop/versions/2"))
+
+
+def test_without_a_file_of_feedback_a_version_says_how_to_see_signals(shown: ShownRunFolder) -> None:
+    assert "start with --feedback FILE" in texts(Browser(shown.path).get("/run/laptop/versions/3"))
+
+
 def test_a_rollout_leads_to_its_version_its_batch_and_its_siblings(browser: Browser, shown: ShownRunFolder) -> None:
     found = browser.get("/run/laptop/rollouts/g000002.1")
     assert {

@@ -46,13 +46,15 @@ def copy(shown: ShownRunFolder, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_all_pages_change_no_byte_and_create_no_file(killed: bool, copy: Path, releases: Path, privacy: Path) -> None:
+def test_all_pages_change_no_byte_and_create_no_file(
+    killed: bool, copy: Path, releases: Path, privacy: Path, feedback: Path
+) -> None:
     if not killed:  # the last connection moves the log into the file, and deletes it
         Ledger(copy / "ledger.sqlite", capacity=64).close()
         assert not (copy / "ledger.sqlite-wal").exists()
-    folders = (copy, releases.parent, privacy)
+    folders = (copy, releases.parent, privacy, feedback.parent)
     before = [content(folder) for folder in folders]
-    browser = Browser(copy, releases=releases, privacy=privacy)
+    browser = Browser(copy, releases=releases, privacy=privacy, feedback=feedback)
     for page in PAGES:
         assert browser.get(f"/run/laptop/{page}").status_code == 200
     for page in ("/releases", "/releases/1", "/consent"):

@@ -94,6 +94,23 @@ def test_a_run_that_had_nothing_to_learn_from_says_why(writer):
     assert "Nothing could be learned" not in page(RunView(writer.path))
 
 
+def test_steps_on_production_episodes_are_told_apart_from_those_on_tasks(writer):
+    writer.event(1.0, "conductor", "rl.step", step=1, lag={"0": 6}, num_groups=2, reward_mean=0.0)
+    shares = {"deployed": 0.5, "before": 0.5, "other": 0.0}
+    facts = {"origin": "production", "sampled_by": shares}
+    writer.event(2.0, "conductor", "rl.step", step=2, lag={"1": 3}, num_groups=3, reward_mean=1.0, **facts)
+    writer.event(3.0, "conductor", "rl.step", step=3, lag={"2": 1}, num_groups=1, reward_mean=0.0, origin="production")
+    summary = summarise(writer.path)
+    assert summary["lag"]["histogram"] == {"0": 6}
+    assert summary["production"] == {
+        "steps": 2,
+        "episodes": 4,
+        "reward_mean": 0.75,
+        "lag": {"mean": 1.25, "max": 2, "histogram": {"1": 3, "2": 1}},
+        "sampled_by": {"before": 0.5, "deployed": 0.5, "other": 0.0},
+    }
+
+
 def test_lag_is_counted_over_rollouts(writer):
     writer.event(1.0, "conductor", "rl.step", step=1, lag={"0": 6})
     writer.event(2.0, "conductor", "rl.step", step=2, lag={"0": 1, "2": 3})

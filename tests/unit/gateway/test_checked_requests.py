@@ -12,8 +12,10 @@ import pytest
 from tests.unit.gateway.sdk import CALLS, MODEL, SCHEMA, Served, run, said, served
 
 from etude.errors import MalformedRequest
-from etude.gateway import DIALECTS
+from etude.gateway import DIALECTS, GatewayConfig, Keys
+from etude.gateway.recording import MAX_USER_CHARS
 from etude.gateway.schemas import fault_of
+from etude.privacy import Subject
 from etude.records import Completion, CompletionRequest
 
 USER = {"role": "user", "content": "the weather?"}
@@ -260,5 +262,65 @@ def test_a_full_context_names_the_field_that_has_the_prompt(dialect: str, param:
             full = await at.http.post(DIALECTS[dialect].path.removeprefix("/v1"), json={"model": MODEL, **fields})
             assert (full.status_code, full.json()["error"]["param"]) == (400, param)
             assert f"in the {param}, 60 in the completion" in full.json()["error"]["message"]
+
+    run(work)
+
+
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+ANTHROPIC = {"anthropic-version": "2023-06-01"}
+REFUSED: list[tuple[str, str, dict[str, Any], int, str]] = [
+    ("POST", "", {"headers": {"authorization": ""}, "json": {}}, 401, "the request has none"),
+    ("POST", "", {"headers": {"authorization": "Bearer guess"}, "json": {}}, 401, "none of this gateway's keys"),
+    ("GET", "", {}, 405, "takes only POST"),
+    ("POST", "", {"json": {"messages": "x" * 3000}}, 413, "more than 2048 bytes"),
+    ("POST", "", {"content": b"{}", "headers": {"content-type": "text/plain"}}, 415, "'text/plain'"),
+    ("POST", "", {"content": b"{}"}, 415, "it has no content-type"),
+    ("POST", "/v1/models", {"json": {}}, 405, "takes only GET"),
+]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", MESSAGES, "/v1/messages/count_tokens"])
+def test_what_http_refuses_says_why_and_what_to_do_in_the_dialect_of_the_path(path: str) -> None:
+    async def work() -> None:
+        config = GatewayConfig(port=0, max_body_bytes=2048)
+        async with (
+            served([], config=config, keys=Keys.of("right"), key="right") as at,
+            httpx.AsyncClient(base_url=str(at.http.base_url).removesuffix("/v1/")) as client,
+        ):
+            for method, other, given, status, says in REFUSED:
+                of_anthropic = path.startswith(MESSAGES)
+                named = {"authorization": "Bearer right", **(ANTHROPIC if of_anthropic else {})}
+                headers = {**named, **given.get("headers", {})}
+                refused = await client.request(method, other or path, **{**given, "headers": headers})
+                assert refused.status_code == status, refused.text
+                message = refused.json()["error"]["message"]
+                what, _, hint = message.partition("\n  hint: ")
+                assert ": " in what, message
+                assert says in what, message
+                assert hint, message
+                assert (refused.json().get("type") == "error") == of_anthropic
+                assert status != 405 or ("GET" if other else "POST") in refused.headers["allow"]
+                assert other or status != 405 or hint == "send POST"
+
+    run(work)
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+@pytest.mark.parametrize("name", [b"b" * 257, b"bob\tx", "Übel".encode("latin-1"), "a\u200bb".encode()])
+def test_a_user_under_whose_name_nothing_can_be_captured_is_refused_by_the_header(path: str, name: bytes) -> None:
+    async def work() -> None:
+        async with served([said("ok")]) as at:
+            body = {"model": MODEL, "messages": [USER], "max_tokens": 9}
+            headers: Any = {b"x-etude-user": name}
+            refused = await at.http.post(path.removeprefix("/v1"), json=body, headers=headers)
+            assert refused.status_code == 400
+            assert "x-etude-user is not a name" in refused.json()["error"]["message"]
+            headers = {b"x-etude-user": b"b" * MAX_USER_CHARS}
+            assert (await at.http.post(path.removeprefix("/v1"), json=body, headers=headers)).status_code == 200
+            assert Subject.of("local", "b" * MAX_USER_CHARS)
+            two = [(b"x-etude-user", b"bob"), (b"x-etude-user", b"eve")]
+            refused = await at.http.post(path.removeprefix("/v1"), json=body, headers=two)
+            assert refused.status_code == 400
+            assert "has 2 headers x-etude-user" in refused.json()["error"]["message"]
 
     run(work)

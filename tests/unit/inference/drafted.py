@@ -145,7 +145,10 @@ def alone(request: CompletionRequest, like: Completion, make: Make = tiny) -> Co
         num += before.num_tokens
         while len(running.token_ids) < num:
             by_hand.step()
-        by_hand.swap(after.version.step)
+        if not after.kv_epoch:  # it was preempted: all keys are of this version
+            assert by_hand.engine._scheduler._preempt()
+        if after.version != before.version:
+            by_hand.swap(after.version.step)
     return by_hand.finish([running])[0]
 
 

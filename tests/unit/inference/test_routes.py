@@ -12,6 +12,7 @@ import torch
 
 from etude.models import Transformer, hf_views
 from etude.records import Completion, CompletionRequest, Trace
+from etude.records.completion import Traffic
 from etude.records.rollout import Turn
 from etude.weights import Tensor
 
@@ -101,6 +102,49 @@ def test_a_truncated_completion_must_leave_the_routes_of_what_was_cut() -> None:
         one_turn(ask("one", 20), long).path(0)
     path = one_turn(ask("one", 20), right).path(0)
     assert np.array_equal(path.routes[:-1], done.routes[:-2])
+
+
+@pytest.mark.parametrize("swaps", ["before the preemption", "after it"])
+def test_a_preempted_rollout_keeps_its_tokens_with_versions_and_routes_across_a_swap(swaps: str) -> None:
+    rollout = ask("r", 20, 60)
+
+    async def story() -> None:
+        model = Transformer(TINY, seed=1)
+        async with engine(model, max_sequences=1) as served:
+            alone = await served.generate(rollout)
+            sampled: list[int] = []
+            stream = served.stream(rollout)
+            while len(sampled) < 10:
+                sampled += await anext(stream)
+            new = everything(model, codes(Transformer(TINY, seed=2)), 1)
+            if swaps == "before the preemption":
+                await asyncio.wrap_future(served.swap(new))
+                before = len(sampled)
+                while len(sampled) < before + 10:
+                    sampled += await anext(stream)
+            first = asyncio.ensure_future(served.generate(ask("p", 20, 40, traffic=Traffic.PRODUCTION)))
+            while not served.counters.rollouts_preempted:  # noqa: ASYNC110  the state is the thread's
+                await asyncio.sleep(0)
+            if swaps == "after it":
+                await asyncio.wrap_future(served.swap(new))
+            await first
+            done = None
+            async for part in stream:
+                if isinstance(part, Completion):
+                    done = part
+                else:
+                    sampled += part
+        assert done is not None
+        assert served.counters.rollouts_preempted == 1
+        assert done.token_ids.tolist() == sampled  # no token that was streamed is sampled again
+        assert done.routes_start + len(done.routes) == 20 + 60 - 1
+        old = done.spans[0].num_tokens
+        assert [s.version.step for s in done.spans] == ([0, 1, 1] if swaps == "before the preemption" else [0, 1])
+        assert [s.kv_epoch for s in done.spans] == ([0, 1, 0] if swaps == "before the preemption" else [0, 0])
+        assert np.array_equal(done.token_ids[:old], alone.token_ids[:old])
+        assert np.array_equal(done.routes[: 19 + old], alone.routes[: 19 + old])
+
+    asyncio.run(story())
 
 
 def replace_tokens(span, num_tokens):

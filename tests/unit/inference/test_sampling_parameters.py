@@ -341,22 +341,23 @@ def test_a_constrained_request_gets_the_same_tokens_in_any_batch_and_after_a_swa
     jsonschema.validate(json.loads(text_of(tokenizer, found, 5)), SCHEMA)
 
 
-def test_a_preempted_request_starts_its_grammar_again(tokenizer):
+def test_a_preempted_request_goes_on_in_its_grammar(tokenizer):
     request = sampled("a", 5, 60, grammar=grammars.from_json_schema(SCHEMA), stop_token_ids=(5,),
                       vocab_size=300)  # fmt: skip
     found = with_vocabulary(tokenizer)
-    running = asyncio.run(found._running(request))
-    scheduler = Scheduler(num_slots=1, context_tokens=512, chunk_tokens=16, step_tokens=16, max_waiting=4)
-    scheduler.submit(running)
-    for _ in range(4):
-        found._runner.step(scheduler.plan())
-    first, num_sampled = list(running.token_ids), len(running.token_ids)
-    assert num_sampled == 4
-    assert scheduler._preempt()
-    assert running.token_ids == []
-    for _ in range(4):
-        found._runner.step(scheduler.plan())
-    assert running.token_ids == first
+
+    def tokens(preempt_after: int) -> list[int]:
+        running = asyncio.run(found._running(request))
+        scheduler = Scheduler(num_slots=1, context_tokens=512, chunk_tokens=16, step_tokens=16, max_waiting=4)
+        scheduler.submit(running)
+        while not running.finished:
+            found._runner.step(scheduler.plan())
+            if len(running.token_ids) == preempt_after:
+                assert scheduler._preempt()
+                assert len(running.token_ids) == preempt_after
+        return running.token_ids
+
+    assert tokens(4) == tokens(0)
     found.close()
 
 

@@ -208,7 +208,7 @@ def test_production_takes_the_slot_of_the_rollout_that_loses_least_and_that_one_
     plan = queue.plan()
     assert [c.sequence for c in plan.chunks] == [first]
     assert list(queue.waiting) == [short, waiting]
-    assert (short.num_computed, short.token_ids, short.slot, queue.num_preempted) == (0, [], None, 1)
+    assert (short.num_computed, len(short.token_ids), short.slot, queue.num_preempted) == (0, 1, None, 1)
     assert long.slot is not None
     compute(plan)
     queue.finish(first)
@@ -217,16 +217,36 @@ def test_production_takes_the_slot_of_the_rollout_that_loses_least_and_that_one_
     assert list(queue.waiting) == [waiting]
 
 
-def test_production_takes_no_slot_of_production_nor_of_a_rollout_whose_tokens_were_told() -> None:
-    queue = scheduler(num_slots=2)
+def test_production_takes_no_slot_of_production() -> None:
+    queue = scheduler(num_slots=1)
     join(queue, "p0", 10, traffic=Traffic.PRODUCTION)
-    told = join(queue, "told", 10)
-    told.on_tokens = lambda: None
     compute(queue.plan())
     late = join(queue, "p1", 10, traffic=Traffic.PRODUCTION)
     queue.plan()
     assert late.slot is None
     assert queue.num_preempted == 0
+
+
+def test_a_preempted_rollout_computes_its_tokens_again_with_its_prompt_and_samples_the_next_one() -> None:
+    queue = scheduler(num_slots=1)
+    rollout = join(queue, "r", 20, max_tokens=50)
+    for _ in range(8):
+        compute(queue.plan())
+    sampled = list(rollout.token_ids)
+    assert len(sampled) > 2
+    first = join(queue, "p", 10, max_tokens=1, traffic=Traffic.PRODUCTION)
+    compute(queue.plan())
+    queue.finish(first)
+    assert rollout.token_ids == sampled
+    computed: list[int] = []
+    while len(rollout.token_ids) == len(sampled):
+        plan = queue.plan()
+        assert not plan.decode
+        computed += [int(t) for c in plan.chunks for t in c.token_ids]
+        compute(plan)
+    assert computed == [*rollout.request.prompt_ids.tolist(), *sampled]
+    assert rollout.token_ids[:-1] == sampled
+    assert rollout.num_computed == 20 + len(sampled)
 
 
 def test_a_queue_full_of_rollouts_refuses_rollouts_and_takes_production() -> None:
@@ -376,22 +396,14 @@ def test_less_than_a_block_is_not_waited_for() -> None:
     assert len(queue.plan().chunks) == 2
 
 
-@pytest.mark.parametrize("how", ["cancelled", "preempted"])
-def test_when_who_computes_the_prompt_is_gone_the_next_goes_on_from_there(how: str) -> None:
+def test_when_who_computes_the_prompt_is_gone_the_next_goes_on_from_there() -> None:
     queue = scheduler(num_slots=3)
     siblings = [join(queue, f"r{i}", sibling(i)) for i in range(3)]
     for _ in range(3):
         compute(queue.plan())
-    if how == "cancelled":
-        siblings[0].future.cancel()
-        queue.remove_departed(0.0, stepped=0.0)
-    else:
-        for s in siblings[1:]:
-            s.on_tokens = lambda: None  # the first is the only one that may be preempted
-        join(queue, "p", np.arange(300, 310), max_tokens=1, traffic=Traffic.PRODUCTION)
-        compute(queue.plan())
-        assert siblings[0].slot is None
-    assert prompt_tokens(queue, siblings[1:]) == 110 - (48 if how == "cancelled" else 0) + 10
+    siblings[0].future.cancel()
+    queue.remove_departed(0.0, stepped=0.0)
+    assert prompt_tokens(queue, siblings[1:]) == 110 - 48 + 10
 
 
 def test_a_swap_lets_go_of_who_waits_and_one_of_them_computes_the_prompt_anew() -> None:

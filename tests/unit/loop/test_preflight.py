@@ -14,6 +14,7 @@ from etude.errors import ConfigError, Exit, InputError
 from etude.inference.config import Speculation
 from etude.loop.config import EvalsConfig, RunConfig
 from etude.loop.preflight import (
+    check_attention,
     check_experts,
     check_heads,
     check_mid_training,
@@ -21,7 +22,7 @@ from etude.loop.preflight import (
     log_short_splits,
     log_unused_model_settings,
 )
-from etude.models.config import ModelConfig
+from etude.models.config import ModelConfig, family_of
 from etude.records.task import Answer, Split, Task
 from etude.tasks import RepairSource
 from etude.testing import ListSource
@@ -144,3 +145,18 @@ def test_an_evaluation_of_more_tasks_than_there_are_is_told(evals: EvalsConfig, 
     log_short_splits(RunConfig(evals=evals), RepairSource(seed=0), given, said.append)  # it has no end
     log_short_splits(RunConfig(evals=evals), source, [], said.append)  # nobody asked: defaults
     assert len(said) == len(told)
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "says"),
+    [
+        ("qwen3_next", {"engine": {"speculation": "look-up"}}, "engine.speculation = 'look-up'"),
+        ("qwen3_next", {"learner": {"ranks": 2, "context_parallel": 2}}, "learner.context_parallel = 2"),
+        ("deepseek_v32", {}, "engine.context_tokens = 1024"),
+    ],
+)
+def test_what_a_models_attention_cannot_do_is_refused(family: str, changed: dict[str, object], says: str) -> None:
+    check_attention(build(RunConfig, changed), ModelConfig())
+    with pytest.raises(ConfigError) as raised:
+        check_attention(build(RunConfig, changed), family_of(family).tiny())
+    assert says in raised.value.what

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from etude.models import ModelConfig
-from etude.models.components import ClampedSwiglu, Latent, Llama3, Routing, Scores, Yarn
+from etude.models.components import ClampedSwiglu, GatedDelta, Indexer, Latent, Llama3, Routing, Scores, Yarn
 
 MOE = ModelConfig(
     vocab_size=24, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, expert_size=12,
@@ -46,8 +46,23 @@ GPT_OSS = replace(
     MOE, family="gpt_oss", dense_layers=(), num_experts=6, attention_bias=True, sliding_layers=(0,), sliding_window=6,
     routing=Routing(), swiglu=ClampedSwiglu(limit=0.5), yarn=Yarn(original_tokens=16, truncate=False), rms_eps=1e-5,
 )  # fmt: skip
+NEXT = replace(
+    MOE, family="qwen3_next", num_layers=3, num_shared=1, rotary_dim=4, linear_layers=(0, 2),
+    linear=GatedDelta(key_heads=2, value_heads=4, key_dim=11, value_dim=7, kernel=3),
+)  # fmt: skip
+QWEN35 = replace(
+    NEXT, family="qwen3_5_moe_text", dense_layers=(), routing=Routing(),
+    linear=GatedDelta(key_heads=2, value_heads=2, key_dim=11, value_dim=7, kernel=4, by_head=False),
+)  # fmt: skip
+DEEPSEEK32 = replace(
+    DEEPSEEK, family="deepseek_v32",
+    latent=Latent(
+        kv_rank=8, nope_dim=8, rope_dim=4, value_dim=6, q_rank=10, indexer=Indexer(heads=3, width=6, top_k=64)
+    ),
+)  # fmt: skip
 FAMILIES = {
     "qwen3-moe": MOE, "qwen3": DENSE, "deepseek-v3": DEEPSEEK, "olmoe": OLMOE, "mixtral": MIXTRAL,
     "glm4-moe": GLM, "minimax-m2": MINIMAX, "llama": LLAMA, "qwen2": QWEN2,
-    "gpt-oss": GPT_OSS,
+    "gpt-oss": GPT_OSS, "qwen3-next": NEXT, "qwen3.5-moe": QWEN35,
+    "deepseek-v3.2": DEEPSEEK32,
 }  # fmt: skip

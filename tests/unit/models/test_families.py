@@ -231,6 +231,37 @@ GPT_OSS_SIZES = {
         "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
     },
 }  # fmt: skip
+NEXT_SIZES = {
+    "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "hidden_size": 2048, "head_dim": 256,
+    "intermediate_size": 5120, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "num_experts": 512,
+    "num_experts_per_tok": 10, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_value_head_dim": 128, "partial_rotary_factor": 0.25, "vocab_size": 151936,
+    "max_position_embeddings": 262144, "rope_theta": 10000000, "rope_scaling": None, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "attention_bias": False, "hidden_act": "silu",
+}  # fmt: skip
+QWEN35_SIZES = {
+    "model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"], "vision_config": {},
+    "tie_word_embeddings": False,
+    "text_config": {
+        **{key: value for key, value in NEXT_SIZES.items() if key not in ("norm_topk_prob", "intermediate_size")},
+        "model_type": "qwen3_5_moe_text", "num_hidden_layers": 40, "num_experts": 256, "num_experts_per_tok": 8,
+        "vocab_size": 248320,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25, "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+        },
+    },
+}  # fmt: skip
+DEEPSEEK32_SIZES = {
+    **DEEPSEEK_SIZES, "model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"],
+    "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048,
+}  # fmt: skip
+KIMI25_SIZES = {
+    "model_type": "kimi_k25", "architectures": ["KimiK25ForConditionalGeneration"], "vision_config": {},
+    "text_config": KIMI_SIZES,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -244,6 +275,10 @@ GPT_OSS_SIZES = {
         (LLAMA_SIZES, 8.03, 32 * 2 * 8 * 128, 0),
         (QWEN2_SIZES, 7.62, 28 * 2 * 4 * 128, 0),
         (GPT_OSS_SIZES, 20.9, 24 * 2 * 8 * 64, 24 * 4),
+        (NEXT_SIZES, 79.7, 12 * 2 * 2 * 256, 48 * 10 * 2),
+        (QWEN35_SIZES, 34.7, 10 * 2 * 2 * 256, 40 * 8 * 2),
+        (DEEPSEEK32_SIZES, 671.9, 61 * (512 + 64), 58 * 8 * 2),
+        (KIMI25_SIZES, 1026.4, 61 * (512 + 64), 60 * 8 * 2),
     ],
     ids=[
         "Qwen3-30B-A3B",
@@ -254,6 +289,10 @@ GPT_OSS_SIZES = {
         "Llama-3.1-8B",
         "Qwen2.5-7B",
         "gpt-oss-20b",
+        "Qwen3-Next-80B-A3B",
+        "Qwen3.5-35B-A3B",
+        "DeepSeek-V3.2",
+        "Kimi-K2.5",
     ],
 )
 def test_published_checkpoints_have_the_size_that_is_published(
@@ -262,7 +301,7 @@ def test_published_checkpoints_have_the_size_that_is_published(
     sizes = ModelConfig.from_hf(raw)
     assert sizes.num_parameters / 1e9 == pytest.approx(billions, abs=0.1)
     width = sizes.cache_layout.key_width + (0 if sizes.cache_layout.shared else sizes.cache_layout.value_width)
-    assert sizes.num_layers * sizes.cache_layout.heads * width == kept_numbers
+    assert (sizes.num_layers - len(sizes.linear_layers)) * sizes.cache_layout.heads * width == kept_numbers
     assert sizes.num_moe_layers * sizes.top_k * np.dtype(sizes.route_dtype).itemsize == route_bytes
     assert ModelConfig.from_hf(sizes.to_hf()) == sizes
 

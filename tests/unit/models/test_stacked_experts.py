@@ -124,7 +124,7 @@ def test_a_stack_that_does_not_fit_is_refused_by_its_name(
 def test_a_width_that_is_no_multiple_of_the_block_is_refused_in_mxfp4(tmp_path: Path) -> None:
     saved(tmp_path / "model", GPT_OSS)
     rewritten(tmp_path / "model", {GATE_UP: None, f"{GATE_UP}_blocks": torch.zeros(6, 24, 1, 16, dtype=torch.uint8)})
-    with pytest.raises(CheckpointError, match="cannot be in mxfp4"):
+    with pytest.raises(CheckpointError, match="cannot be stored in mxfp4"):
         load_model(tmp_path / "model")
 
 

@@ -20,7 +20,13 @@ def found() -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "case",
-    ["a training step", "an engine's steps", "a tensor of the CPU is refused", "waiting is refused"],
+    [
+        "a training step",
+        "an optimiser's steps",
+        "an engine's steps",
+        "a tensor of the CPU is refused",
+        "waiting is refused",
+    ],
 )
 def test_exact_mode_moves_no_tensor_to_the_cpu_and_waits_for_no_value(case: str, found: dict[str, str]) -> None:
     assert found[case] == ""

@@ -14,7 +14,7 @@ from etude.errors import RunError
 from etude.loop.config import RunConfig
 from etude.loop.measured_steps import MeasuredSteps
 from etude.models import Transformer
-from etude.models.components import Latent, Routing, Scores
+from etude.models.components import GatedDelta, Latent, Routing, Scores
 from etude.models.config import ModelConfig
 from etude.models.lora import Adapters
 from etude.numerics.config import Quantise
@@ -40,6 +40,7 @@ from etude.plan.arithmetic import (
     kv_bytes_token,
     optimiser_bytes,
     read_bytes,
+    state_bytes,
     trained_parameters,
     training_flops,
     used_experts,
@@ -229,6 +230,24 @@ def test_a_latent_is_kept_once_for_all_heads():
     assert kv_bytes_token(model) == 61 * (512 + 64) * 2  # 70 kB a token, as its makers say
 
 
+def test_gated_delta_layers_keep_a_state_and_no_keys():
+    linear = GatedDelta(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
+    layers = tuple(i for i in range(48) if (i + 1) % 4)
+    model = ModelConfig(
+        family="qwen3_next",
+        num_layers=48,
+        num_kv_heads=2,
+        head_dim=256,
+        num_shared=1,
+        linear=linear,
+        linear_layers=layers,
+    )
+    assert kv_bytes_token(model) == 12 * 2 * 2 * 256 * 2
+    assert state_bytes(model) == 36 * (32 * 128 * 128 + 3 * 8192) * 4
+    more = forward_flops(model, 2000) - forward_flops(model, 1000)
+    assert more == 12 * 4 * 2 * 2 * 256 * 1000  # of the layers with keys alone
+
+
 def test_a_small_batch_reads_the_experts_that_it_meets_and_a_large_one_all():
     assert used_experts(QWEN, 1) == pytest.approx(8 / 128)
     assert read_bytes(QWEN, 1) == pytest.approx(2 * active_parameters(QWEN), rel=1e-3)
@@ -276,7 +295,8 @@ def test_of_adapters_and_muon_a_plan_counts_the_numbers_that_the_learners_optimi
     config = ModelConfig(**sizes)
     model = Transformer(config, seed=0)
     muon = Muon(model, exchange=SINGLE_PROCESS, weights=LiveWeights.BF16)
-    held = sum(vector.numel() for vector in (muon.grad, muon.master, muon.first, muon.second))
+    state = muon.state()
+    held = sum(vector.numel() for vector in (muon.grad, state["master"], state["first"], state["second"]))
     assert optimiser_bytes(config, Training(muon=True), 1) == 4 * held
     for on in LoraOn:
         chosen = AdapterConfig(4, 32.0, lora_modules(Transformer(config, seed=0), on), "")
@@ -383,7 +403,9 @@ def test_a_plan_that_does_not_fit_fails_and_names_settings_that_would(tmp_path, 
     printed, error = capsys.readouterr()
     assert "$" not in printed
     assert "error: not enough memory: a rank of the learner needs" in error
-    assert "would fit: learner.ranks = 16 and learner.recompute = true | adapters: learner.lora_rank = 32" in error
+    settings = 'learner.moments = "8bit" and learner.recompute = true'
+    ranks = "learner.ranks = 16 and learner.recompute = true | adapters: learner.lora_rank = 32"
+    assert f"would fit: {settings} | {ranks}" in error
     assert "a device of an engine needs" in error
     assert "--engine-ranks " in error
     argv += ["--learner-ranks", "16", "--set", "learner.recompute=true", "--engine-ranks", "4"]

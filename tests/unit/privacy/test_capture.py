@@ -115,7 +115,7 @@ def test_erasing_a_user_makes_raw_data_unreadable_and_leaves_the_others(folder, 
     assert [one.record_id for one in captured(folder)] == [one.record_id for one in captured(folder, EVE)]
     assert folder.records.read(captured(folder, EVE)[0]).num_sampled == 5
     for file in path.rglob("*"):
-        assert file.is_dir() or key.bytes not in file.read_bytes()
+        assert file.is_dir() or key.secret not in file.read_bytes()
     copy.replace(path / "records.sqlite")  # not even the copy can be read
     with PrivacyFolder(path) as stolen, pytest.raises(SubjectErased):
         stolen.records.read(bobs)

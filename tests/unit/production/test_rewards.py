@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,13 @@ def test_the_state_is_plain_data_and_bounded() -> None:
 class Fake:
     """What `choose` reads of an episode."""
 
-    def __init__(self, at: float, subject: str) -> None:
+    def __init__(self, at: float, subject: str, *, own: int = 10) -> None:
         self.last_at, self.subject, self.record_ids = at, subject, (f"{at}",)
+        self.num_sampled, self._own = 10, own
+
+    def tokens_of(self, digests: Collection[str]) -> int:
+        """How many of its 10 tokens are of the version "mine"."""
+        return self._own if "mine" in digests else 10 - self._own
 
 
 def test_the_oldest_episodes_are_chosen_and_no_user_has_more_than_its_share() -> None:
@@ -81,6 +87,29 @@ def test_the_oldest_episodes_are_chosen_and_no_user_has_more_than_its_share() ->
     chosen = choose(ready, episodes=6, per_user=2)
     assert [one.subject for one in chosen] == ["loud", "loud", "u0", "u1", "u2", "u3"]
     assert [one.last_at for one in chosen[:2]] == [0.0, 1.0]
+
+
+def test_at_least_a_share_of_the_tokens_is_of_the_deployed_versions() -> None:
+    old: list[Any] = [Fake(float(i), f"old{i}", own=0) for i in range(5)]
+    mixed, new = [Fake(10.0, "mixed", own=5)], [Fake(20.0 + i, f"new{i}") for i in range(19)]
+    chosen = choose([*old, *mixed, *new], episodes=64, per_user=1, own={"mine"}, own_share=0.95)
+    assert [one.subject for one in chosen] == [*(one.subject for one in new), "old0"], "190 of 200 tokens"
+    chosen = choose([*old, *mixed, *new], episodes=64, per_user=1, own={"mine"}, own_share=0.9)
+    assert [one.subject for one in chosen[19:]] == ["old0", "old1"], "190 of 210 tokens; not of 220"
+    assert choose(old, episodes=64, per_user=1, own={"mine"}, own_share=0.95) == []
+    assert len(choose(old, episodes=64, per_user=1, own={"mine"}, own_share=0.0)) == 5
+    assert len(choose([*new, *old], episodes=19, per_user=1, own={"mine"}, own_share=0.5)) == 19
+    assert len(choose(old, episodes=64, per_user=1)) == 5, "without releases, all are the run's own"
+
+
+def test_a_release_is_named_beside_the_settings_and_unknown_keys_of_its_section_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "learn.toml"
+    path.write_text('episodes = 8\n[outcomes]\nkept = 1.0\n[loop]\nrelease = "release.toml"\nsteps = 3\n')
+    found = read_settings(path)
+    assert found.loop is not None
+    assert (found.loop.release, found.window, found.per_user) == (tmp_path / "release.toml", 24, 6)
+    with pytest.raises(ConfigError, match=r"unknown key 'loop.step'"):
+        read_settings(path, ["loop.step=3"])
 
 
 def test_settings_that_cannot_work_are_refused_with_what_to_write(tmp_path: Path) -> None:

@@ -94,7 +94,8 @@ def outcomes(results: Sequence[ImportedSession]) -> list[str]:
 def test_a_session_with_tests_and_one_with_a_check_are_tasks_that_machines_prove(tmp_path: Path) -> None:
     privacy = tmp_path / "privacy"
     capture(privacy, {"a" * 32: "bob", "b" * 32: "eve"})
-    results = imported(privacy, session(tmp_path / "discount", "a" * 32), note(tmp_path / "note", "b" * 32, "paid"))
+    chat = f"chatcmpl-{'b' * 32}"  # as a client gets it
+    results = imported(privacy, session(tmp_path / "discount", "a" * 32), note(tmp_path / "note", chat, "paid"))
     assert outcomes(results) == ["task", "task"]
     source = open_source(f"sessions:{privacy}", 0)
     assert isinstance(source, SessionSource)
@@ -161,7 +162,7 @@ def test_only_sessions_of_captured_answers_whose_subjects_allow_training_are_sto
     assert outcomes(results) == ["refused"] * 3
     assert "is not captured" in results[0].reason
     assert "does not allow training" in results[1].reason
-    assert "no config at" in results[2].reason
+    assert "no session at" in results[2].reason
     with SessionStore(privacy) as store:
         assert store.records() == []
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from benchmarks.learner.sharded_ranks import Job, Trained, steps
+from benchmarks.learner.sharded_ranks import Job, Trained, learner_of, steps
 
 from etude import progress
 from etude.errors import ParityError
+from etude.models.lora import local_part
 from etude.numerics.config import NumericsConfig, Quantise
 from etude.numerics.factory import operators_for
 from etude.numerics.parallel import RankLost
@@ -94,3 +95,20 @@ def loaded_bytes(ranks: RankGroup, starts: list[tuple[Path, LearnerConfig]]) -> 
 def _status_bytes(key: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
+
+
+def kept_bytes(ranks: RankGroup, jobs: list[Job]) -> list[float]:
+    """Bytes of each of a rank's numbers that it keeps between forward and backward passes: after a backward pass."""
+    found = []
+    for job in jobs:
+        learner = learner_of(job, None, ShardedProcessGroup(join(job.config, deadline_s=600.0)))
+        learner.load(job.start)
+        learner.forward_backward(job.batches[0])
+        optimizer = learner.optimizer
+        own = [local_part(p) for p in learner.model.parameters()]
+        left = [local_part(p.grad) for p in learner.model.parameters() if p.grad is not None]
+        storages = [t.untyped_storage() for t in [*own, *left, optimizer.grad, *optimizer.state().values()]]
+        num_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        found.append(num_bytes / sum(map(torch.numel, own)))
+        progress.tick()
+    return found

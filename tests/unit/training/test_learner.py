@@ -455,7 +455,7 @@ def test_a_reloaded_learner_goes_on_to_the_bit(tmp_path: Path, checkpoint: Path,
         learner.forward_backward(batch(*stale))
         learner.optim_step()
     assert first.step == second.step == 3
-    assert torch.equal(first.optimizer.master, second.optimizer.master)
+    assert torch.equal(first.optimizer.state()["master"], second.optimizer.state()["master"])
 
 
 def test_the_last_published_version_survives_a_restart(tmp_path: Path, learner: TorchLearner) -> None:

@@ -108,7 +108,7 @@ def test_a_gradient_whose_square_overflows_is_told_apart(learners: Learners) -> 
 def test_weights_that_are_lost_are_neither_saved_nor_taken_for_a_step(learners: Learners, tmp_path: Path) -> None:
     learner = learners()
     learner.forward_backward(batch(sampled(learner, 0)))
-    learner.optimizer.master[-1] = float("inf")
+    learner.optimizer.state()["master"][-1] = float("inf")
     with pytest.raises(NotFinite, match=r"experts\.3\.down_proj\.weight is not finite after step 1"):
         learner.optim_step()
     assert learner.step == 0

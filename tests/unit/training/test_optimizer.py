@@ -49,7 +49,7 @@ def test_live_weights_are_the_rounded_masters_after_every_step() -> None:
     for seed in range(3):
         flat = torch.cat([p.detach().flatten() for p in model.parameters()])
         assert torch.equal(flat, flat.bfloat16().float())
-        assert torch.equal(flat, optimizer.master.bfloat16().float())
+        assert torch.equal(flat, optimizer.state()["master"].bfloat16().float())
         gradient(model, seed)
         optimizer.step(1e-3)
 
@@ -89,7 +89,7 @@ def test_a_restored_optimizer_goes_on_to_the_bit(weights: LiveWeights) -> None:
         gradient(net, 1)
         opt.step(0.01)
     assert torch.equal(optimizer.live, restored.live)
-    assert torch.equal(optimizer.master, restored.master)
+    assert torch.equal(optimizer.state()["master"], restored.state()["master"])
 
 
 def test_masters_of_another_model_are_refused() -> None:

@@ -131,6 +131,8 @@ def test_siblings_of_one_prompt_are_forwarded_together() -> None:
 )
 def test_the_gradient_over_a_tree_is_that_of_its_paths(family: str, operators: Operators, bound: float) -> None:
     model = Transformer(FAMILIES[family], seed=3, operators=operators, dtype=operators.dtype)
+    if FAMILIES[family].linear_layers and bound > 1e-7:
+        bound *= 10  # the norm of a small output of the delta rule enlarges its rounding
     samples = forest(np.random.default_rng(5), FAMILIES[family].vocab_size)
     found = []
     for rows in both(samples):

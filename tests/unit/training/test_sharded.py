@@ -19,16 +19,18 @@ import torch
 from benchmarks.learner import sharded_ranks as ranked
 from benchmarks.learner.sharded_ranks import Job, Trained
 from msgspec.structs import replace as replaced
-from tests.unit.models.families import DEEPSEEK, DENSE, GPT_OSS
+from tests.unit.models.families import DEEPSEEK, DEEPSEEK32, DENSE, GPT_OSS, NEXT
 from tests.unit.training import ranked_learner
 
+from etude.cli.plan import training_of
 from etude.errors import CheckpointError
 from etude.models import ModelConfig, Transformer, load_model, save_model
 from etude.numerics.config import ComputeDtype, Mode, NumericsConfig
+from etude.plan.arithmetic import parameter_bytes
 from etude.records import Batch
 from etude.records.sample import PlacedHint
 from etude.training import LearnerConfig, TorchLearner
-from etude.training.config import DpoReference, LoraOn, OptimizerKind, PolicyLossKind
+from etude.training.config import DpoReference, LoraOn, Masters, Moments, OptimizerKind, PolicyLossKind
 from etude.training.data_parallel import run_ranks
 
 SIZES = ModelConfig(
@@ -48,6 +50,7 @@ EXACT, NATIVE = NumericsConfig(), NumericsConfig(mode=Mode.NATIVE)
 CONFIG = LearnerConfig(lr=1e-2, ranks=2, expert_parallel=2, replay_routes=False, grad_clip=0.3)
 LORA = replace(CONFIG, lora_rank=3, lora_alpha=7.0, lr=5e-2)  # by no power of two
 SAVED = "adamw"
+COMPACT: dict[str, Any] = {"masters": Masters.BF16, "moments": Moments.INT8}
 
 
 def jobs_in(folder: Path) -> dict[str, Job]:
@@ -75,6 +78,15 @@ def jobs_in(folder: Path) -> dict[str, Job]:
         "hints": replace(adamw, batches=hints, save=None),
         "hints for texts": Job(start, folder / "hinted", shared, tuple(map(with_hints, long))),
         "bf16": Job(start, folder / "bf16", rounded, bf16, NATIVE),
+        "compact": replace(adamw, config=replace(CONFIG, **COMPACT), save=folder / "compact saved"),
+        "compact muon": replace(
+            adamw, config=replace(CONFIG, optimizer=OptimizerKind.MUON, moments=Moments.INT8, offload=True), save=None
+        ),
+        "compact rows": replace(
+            adamw, config=replace(CONFIG, expert_parallel=1, budget_tokens=100, masters=Masters.BF16), save=None
+        ),
+        "compact lora": replace(adamw, config=replace(LORA, **COMPACT), save=folder / "compact adapter"),
+        "bf16 compact": Job(start, folder / "narrow", replace(rounded, **COMPACT), bf16, NATIVE),
         "bf16 adapters": Job(start, folder / "low", replace(LORA, dtype=ComputeDtype.BFLOAT16), bf16, NATIVE),
     }
     return {name: replace(job, store=folder / name) for name, job in made.items()}
@@ -104,7 +116,10 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Job, Train
     return {name: (job, alone[name], [told[i] for told in by_rank]) for i, (name, job) in enumerate(jobs.items())}
 
 
-@pytest.mark.parametrize("name", [SAVED, "muon", "rows", "lora", "few", "dpo", "hints"])
+@pytest.mark.parametrize(
+    "name",
+    [SAVED, "muon", "rows", "lora", "few", "dpo", "hints", "compact", "compact muon", "compact rows", "compact lora"],
+)
 def test_two_ranks_publish_the_bytes_of_one_process(
     told: dict[str, tuple[Job, Trained, list[Trained]]], name: str
 ) -> None:
@@ -145,7 +160,7 @@ def test_pairs_whose_texts_are_on_two_ranks_have_the_loss_that_they_have_togethe
         assert one.norms == pytest.approx(alone.norms, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["bf16", "bf16 adapters"])
+@pytest.mark.parametrize("name", ["bf16", "bf16 adapters", "bf16 compact"])
 def test_bf16_with_weights_that_travel_as_bf16_stays_near(
     told: dict[str, tuple[Job, Trained, list[Trained]]], name: str
 ) -> None:
@@ -182,7 +197,7 @@ def test_a_checkpoint_of_another_mesh_is_gone_on_with(
         return tmp_path / name
 
     jobs, wanted = [], []
-    for name in (SAVED, "lora"):
+    for name in (SAVED, "lora", "compact", "compact lora"):
         job, _, _ = told[name]
         assert job.save is not None
         more = replace(job, start=job.save, batches=job.batches[:1], save=None)
@@ -206,6 +221,19 @@ def test_a_rank_reads_and_holds_what_its_share_needs(tmp_path: Path) -> None:
     starts = [(small, replace(rows, lora_rank=3)), (large, rows)]
     for _, grown in run_ranks(ranked_learner.loaded_bytes, starts, ranks=2):
         assert stored < grown < 1.8 * stored
+
+
+def test_a_rank_keeps_as_many_bytes_of_a_parameter_as_a_plan_counts(tmp_path: Path) -> None:
+    save_model(Transformer(SIZES, seed=4), tmp_path / "start", dtype="bf16")
+    given = ranked.batches(tmp_path / "start", LENGTHS, steps=1, numerics=NATIVE, dtype="bfloat16")
+    rows = replace(CONFIG, expert_parallel=1, budget_tokens=100, dtype=ComputeDtype.BFLOAT16)
+    planned = {8.03: COMPACT, 14.03: {"moments": Moments.INT8}, 20.0: {}}
+    jobs = [Job(tmp_path / "start", tmp_path, replace(rows, **one), given, NATIVE) for one in planned.values()]
+    for job, expected in zip(jobs, planned, strict=True):
+        each = parameter_bytes(training_of(job.config, Mode.NATIVE), 2)
+        assert sum(each.values()) == pytest.approx(expected, rel=1e-3)
+    for kept in run_ranks(ranked_learner.kept_bytes, jobs, ranks=2, stall_s=900.0):
+        assert kept == pytest.approx(list(planned), rel=0.05)
 
 
 def test_an_error_on_one_rank_is_raised_on_all_and_the_ranks_stay_usable(
@@ -269,11 +297,12 @@ def test_four_ranks_on_two_meshes_publish_and_save_what_one_process_does(tmp_pat
 @pytest.mark.slow
 def test_families_with_latents_biases_and_dense_layers_train_over_ranks(tmp_path: Path) -> None:
     """Latents, shared experts and biases of choosing; a dense model; sinks and biases of experts, which are read from
-    stacks. Texts are gathered as latents."""
+    stacks; gated delta layers; an indexer. Texts are gathered as latents."""
     configs = {"latent": replace(DEEPSEEK, context_tokens=1024), "dense": DENSE, "stacked": GPT_OSS}
+    configs |= {"linear": NEXT, "indexed": DEEPSEEK32}
     for name, config in configs.items():
         save_model(Transformer(config, seed=4), tmp_path / name, dtype="f32")
-    latent, dense, stacked = (
+    latent, dense, stacked, linear, indexed = (
         ranked.batches(tmp_path / name, [40, 33, 57, 20], steps=2, numerics=EXACT) for name in configs
     )
     long = ranked.batches(tmp_path / "latent", [600, 40], steps=1, numerics=EXACT)
@@ -287,6 +316,8 @@ def test_families_with_latents_biases_and_dense_layers_train_over_ranks(tmp_path
         Job(tmp_path / "dense", tmp_path / "f", replace(LORA, expert_parallel=1, lora_on=LoraOn.ATTENTION), dense),
         Job(tmp_path / "stacked", tmp_path / "g", CONFIG, stacked),
         Job(tmp_path / "stacked", tmp_path / "h", replace(plain, optimizer=OptimizerKind.MUON), stacked),
+        Job(tmp_path / "linear", tmp_path / "i", replace(CONFIG, optimizer=OptimizerKind.MUON), linear),
+        Job(tmp_path / "indexed", tmp_path / "j", plain, indexed),
         Job(tmp_path / "latent", tmp_path / "d", texts, long),
     ]
     alone = [ranked.alone(replace(job, store=job.store.with_suffix(".one"))) for job in jobs]

@@ -71,6 +71,12 @@ class TransformersEngine:
                     str(error).partition("\n")[0],
                     hint="check that it supports this model_type, or use another --engine",
                 ) from None
+        if not all(hasattr(layer, "self_attn") for layer in model.model.layers):
+            raise EngineError(
+                f"transformers cannot be compared as an engine for {checkpoint}",
+                "it has layers of linear attention, whose operators are not recorded",
+                hint="use another --engine",
+            )
         return cls(model)
 
     @torch.no_grad()

@@ -39,6 +39,7 @@ CAPABILITIES = ("adopt", "pause-keep", "spans", "stream", "verify")  # and "rout
 MAX_VERSIONS = 4096  # remembered adoptions; a request must not live through more
 PIN_POLL_S = 0.02  # interval at which a swap checks for pinned sessions
 READ_TOKENS_PER_S = 100.0  # prompt tokens per second of a slow server
+TRIAL_S = 300.0  # deadline of the first request: a server still loads much for it, which takes minutes on a busy host
 
 
 @dataclass
@@ -454,5 +455,10 @@ def _trial(prompt: list[int], num_tokens: int, held: Version) -> CompletionReque
     sampling = Sampling(max_tokens=num_tokens, stop_token_ids=())
     ids = np.array(prompt, np.int32)
     return CompletionRequest(
-        request_id="trial", session_id="trial", prompt_ids=ids, sampling=sampling, min_step=held.step
+        request_id="trial",
+        session_id="trial",
+        prompt_ids=ids,
+        sampling=sampling,
+        min_step=held.step,
+        deadline_s=TRIAL_S,
     )

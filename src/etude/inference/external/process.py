@@ -110,7 +110,7 @@ class ServerProcess(ServerClient):
         for line in self.process.stdout:
             text = line.decode(errors="replace")
             self._last.append(text)
-            if found := _ERROR.search(text):
+            if " WARNING " not in text and (found := _ERROR.search(text)):  # vLLM warns of errors that may come
                 self._errors.append(found[0].strip())
             sys.stdout.writelines(repeats.line(text))
             sys.stdout.flush()

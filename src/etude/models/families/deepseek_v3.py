@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from etude.models.components import Latent, Routing, Scores
+from etude.models.components import Indexer, Latent, Routing, Scores
 from etude.models.config import FIXED, MOE, WIDTH, ModelConfig, ModelFamily
 from etude.models.config_json import boolean, positive_float, positive_int, positive_ints
 
@@ -16,6 +16,7 @@ _LATENT = {
     "rope_dim": "qk_rope_head_dim",
     "value_dim": "v_head_dim",
 }
+_INDEXER = {"heads": "index_n_heads", "width": "index_head_dim", "top_k": "index_topk"}
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 
 
@@ -34,6 +35,8 @@ class DeepseekV3(ModelFamily):
     scores = Scores.SIGMOID
     options = frozenset({"mtp_heads"})
     copies_for_mtp = True
+    indexed = False
+    """Whether latent attention has an indexer."""
     varies = (
         "q_lora_rank, norm_topk_prob, groups, routed_scaling_factor, shared experts, first_k_dense_replace,"
         " rope_interleave, num_nextn_predict_layers, tie_word_embeddings"
@@ -42,8 +45,11 @@ class DeepseekV3(ModelFamily):
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         raw = {"num_key_value_heads": raw.get("num_attention_heads"), **raw}
+        sizes: dict[str, Any] = {**positive_ints(raw, _LATENT)}
+        if self.indexed:
+            sizes["indexer"] = Indexer(**positive_ints(raw, _INDEXER))
         latent = Latent(
-            **positive_ints(raw, _LATENT),
+            **sizes,
             q_rank=None if raw.get("q_lora_rank") is None else positive_int(raw, "q_lora_rank"),
             interleaved=boolean(raw, "rope_interleave", default=True),
         )
@@ -76,6 +82,7 @@ class DeepseekV3(ModelFamily):
             **{key: getattr(c.latent, name) for name, key in _LATENT.items()},
             "q_lora_rank": c.latent.q_rank,
             "rope_interleave": c.latent.interleaved,
+            **{key: getattr(c.latent.indexer, name) for name, key in _INDEXER.items() if self.indexed},
         }
 
     def write_layers(self, c: ModelConfig) -> dict[str, Any]:
@@ -93,6 +100,9 @@ class DeepseekV3(ModelFamily):
         self.check_layers(c)
         if c.latent is None:
             raise ValueError(f"family = {self.name!r} needs latent attention")
+        if (c.latent.indexer is not None) != self.indexed:
+            what = "needs an indexer: set" if self.indexed else "has no indexer: leave out"
+            raise ValueError(f"family = {self.name!r} {what} `latent.indexer`")
 
     def check_layers(self, c: ModelConfig) -> None:
         """Raise `ValueError` for experts, routers and dense layers that no model of this family has."""
@@ -117,7 +127,8 @@ class DeepseekV3(ModelFamily):
         return {name for m, name in layers if m and m[1] in behind}
 
     def tiny(self) -> ModelConfig:
-        latent = Latent(kv_rank=8, nope_dim=8, rope_dim=4, value_dim=6, q_rank=10)
+        indexer = Indexer(heads=3, width=6, top_k=56) if self.indexed else None
+        latent = Latent(kv_rank=8, nope_dim=8, rope_dim=4, value_dim=6, q_rank=10, indexer=indexer)
         sizes = {**self.tiny_sizes, "num_kv_heads": 2, "head_dim": latent.head_dim, "expert_size": 12, "dense_size": 20}
         sizes |= {"num_experts": 6, "top_k": 2, "num_shared": 1, "dense_layers": (0,)}
         routing = Routing(self.scores, scaling=2.5, num_groups=3, top_groups=2)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from etude.errors import ConfigError
-from etude.numerics import exact
+from etude.numerics import delta_rule, exact
 from etude.numerics.exact.attention import KeyWindows
 from etude.numerics.exact.matmul import Product
 from etude.numerics.exact.options import AttentionOptions
@@ -102,6 +102,16 @@ class Exact(Operators):
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         return super().rms_norm(at_least_float32(x), weight, eps).to(self.dtype)
+
+    def elementwise(self, function: Callable[[torch.Tensor], torch.Tensor], x_NF: torch.Tensor) -> torch.Tensor:
+        return exact.in_lanes(function, at_least_float32(x_NF))
+
+    def delta_rule(
+        self, inputs: Sequence[torch.Tensor], state_SHAB: torch.Tensor | None, segments: delta_rule.Segments
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = [at_least_float32(x) for x in inputs]
+        o, states = delta_rule.recurrent_with_gradient(inputs, state_SHAB, segments, self.elementwise)
+        return o.to(self.dtype), states
 
     def rotate(self, x_NHA: torch.Tensor, cos_N1A: torch.Tensor, sin_N1A: torch.Tensor) -> torch.Tensor:
         return super().rotate(at_least_float32(x_NHA), cos_N1A, sin_N1A).to(self.dtype)

@@ -28,6 +28,7 @@ class ExactGpu(Operators):
     Weights are rounded to the rows' dtype as they are read."""
 
     has_attention_options = False
+    has_delta_rule = False
     absorbs_latents = True  # so that packed forward passes sum in the same order as those over a cache of latents
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, *, degree: int = 1) -> None:

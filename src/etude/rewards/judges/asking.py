@@ -76,10 +76,13 @@ class NoReply(Exception):
 class Asker(Protocol):
     """The interface of a model that answers a judge's questions.
 
-    `identity`: texts that identify everything on which the answers depend; they are part of a judge's version."""
+    `identity`: texts that identify everything on which the answers depend; they are part of a judge's version.
+    `max_output`: the most tokens that an answer of a form may have, which a budget reserves."""
 
     @property
     def identity(self) -> tuple[str, ...]: ...
+
+    def max_output(self, form: Form) -> int: ...
 
     async def ask(self, question: Question) -> Reply:
         """Send a question once, and return the reply. Cancelling ends the request.
@@ -107,6 +110,13 @@ class HttpAsker:
     def identity(self) -> tuple[str, ...]:
         """The dialect, URL, model and options of the requests."""
         return (self.dialect, self.url.rstrip("/"), self.model, json.dumps(self.options, sort_keys=True, default=str))
+
+    def max_output(self, form: Form) -> int:
+        """The most tokens of an answer. Limits in `options` replace those of etude."""
+        own = 1 if form is Form.TOKEN else MAX_TOKENS
+        name = "max_completion_tokens" if self.dialect is Dialect.OPENAI else "max_tokens"
+        limits = (self.options.get(name, own), self.options.get("max_tokens"))
+        return max((one for one in limits if type(one) is int), default=own)
 
     async def ask(self, question: Question) -> Reply:
         import aiohttp
@@ -304,6 +314,10 @@ class PolicyAsker:
     def identity(self) -> tuple[str, ...]:
         """ "policy" and the name of the model."""
         return ("policy", self.name)
+
+    def max_output(self, form: Form) -> int:
+        """The most tokens of an answer."""
+        return 1 if form is Form.TOKEN else self.max_tokens
 
     async def ask(self, question: Question) -> Reply:
         one_token = question.form is Form.TOKEN

@@ -16,7 +16,7 @@ from typing import Any
 
 from etude.errors import ConfigError
 from etude.prices import UNKNOWN, TokenPrices
-from etude.rewards.judges.asking import MAX_TOKENS, Asker, NoReply, Reply
+from etude.rewards.judges.asking import Asker, NoReply, Reply
 from etude.rewards.judges.evidence import Evidence
 from etude.rewards.judges.questions import FIRST, TIE, WORDING, Asking, Question
 from etude.rewards.judges.rubrics import Aspect, Rubric
@@ -260,9 +260,9 @@ class Judge:
         await asyncio.sleep(wait_s)
 
     async def _reserved(self, question: Question) -> float:
-        """Reserve what a call may cost at most: a token has two bytes at least, on average. Raises `_Unknown`."""
-        num_input = len((question.system + question.user).encode()) // 2
-        most = self.prices.cost(num_input, 0, 1 if question.form is Form.TOKEN else MAX_TOKENS)
+        """Reserve what a call may cost at most: a token has one byte at least. Raises `_Unknown`."""
+        num_input = len((question.system + question.user).encode())
+        most = self.prices.cost(num_input, 0, self.asker.max_output(question.form))
         if self.limits.budget is None or most is None:
             return 0.0
         if not await asyncio.to_thread(self.store.reserve, self.account, most, self.limits.budget):

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.config import like, load, ranged
+from etude.config import build, like, ranged, read
 from etude.errors import ConfigError, TaskError
 from etude.tasks.text_files import read_tree, refuse_link
 
@@ -62,7 +62,8 @@ def read_session(folder: Path) -> Session:
     """Read a session's folder. Raises `TaskError` if it is not one, or has files that are not text."""
     refuse_link(folder / "session.toml")
     try:
-        file = load(folder / "session.toml", SessionFile)
+        plain = read(folder / "session.toml", noun="session", example='docs/guides/tasks.md, "Sessions of users"')
+        file = build(SessionFile, plain)
     except ConfigError as error:
         facts = f"{error.what}: {error.facts}" if error.facts else error.what
         raise TaskError(f"{folder}/session.toml is invalid", facts, hint=error.hint) from None

@@ -13,6 +13,7 @@ import msgspec
 from etude.errors import PrivacyError, TaskError
 from etude.privacy import Captured, Level, PrivacyFolder
 from etude.records.exports import CONFIGURATION
+from etude.records.served import without_prefix
 from etude.records.task import Answer, Task, Trust, Verifier
 from etude.seams import Grader, Runtime
 from etude.tasks.mining.commits import Trees, task_of_trees
@@ -83,7 +84,7 @@ async def _import(
 
 def _record(session: Session, privacy: PrivacyFolder) -> Captured:
     """Return the record of a session's last response. Raises `TaskError` if it may not be trained on."""
-    found = privacy.records.of_response(session.response)
+    found = privacy.records.of_response(without_prefix(session.response))
     if not found:
         hint = "only sessions of captured responses become tasks: etude serve --capture, etude privacy set"
         raise TaskError(f"the response {session.response[:80]!r} is not captured", hint=hint)

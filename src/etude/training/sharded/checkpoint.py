@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,11 +18,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from etude.errors import CheckpointError
 from etude.models.checkpoint_files import open_safetensors
-from etude.training.optimizer import AdamW, layout
+from etude.training.optimizer import COUNT, AdamW, layout
+from etude.training.optimizer_state import FlatState
 from etude.training.sharded.fsdp import ShardSpec
 
 NOTHING: Mapping[str, ShardSpec] = {}
-COUNT = "num_steps"
 
 
 def _described(
@@ -29,9 +30,11 @@ def _described(
 ) -> dict[str, torch.Tensor]:
     """Return a state's vectors by parameter, each as a part of the full one."""
     found = {COUNT: state[COUNT]}
-    for key in ("master", "first", "second"):
-        for name, own in optimizer.by_parameter(state[key], adamw_only=key == "second").items():
-            found[f"{key}.{name}"] = specs[name].distributed(own) if specs else own
+    for key, (name, own) in optimizer.kept.by_parameter(state).items():
+        if specs:
+            spec = specs[name]
+            own = replace(spec, shape=(spec.shape[0], *own.shape[1:])).distributed(own)
+        found[key] = own
     return found
 
 
@@ -50,21 +53,33 @@ def restore_from_single(path: Path, optimizer: AdamW, specs: Mapping[str, ShardS
     shapes = {name: torch.Size(spec.shape) for name, spec in specs.items()}
     where, begin, size = layout(shapes, optimizer.excluded)
     found = {key: vector.clone() for key, vector in optimizer.state().items()}
+    parts, flat = optimizer.kept.by_parameter(found), isinstance(optimizer.kept, FlatState)
+
+    def full_shape(key: str, own: torch.Tensor) -> list[int]:
+        if key == COUNT:
+            return [1]
+        if flat:
+            return [size - begin if key == "second" else size]
+        return [specs[parts[key][0]].shape[0], *own.shape[1:]]
+
     with open_safetensors(path) as state:
         for key, vector in found.items():
             stored = state.get_slice(key) if key in state.keys() else None  # noqa: SIM118  not a dict
-            if stored is None or stored.get_shape() != [{"second": size - begin, COUNT: 1}.get(key, size)]:
+            if stored is None or stored.get_shape() != full_shape(key, vector):
                 raise CheckpointError(
                     f"the optimiser's {key!r} is missing or has another shape",
                     hint="load a complete learner checkpoint of this run",
                 )
             if key == COUNT:
                 vector.copy_(stored[:])
-                continue
-            for name, own in optimizer.by_parameter(vector, adamw_only=key == "second").items():
-                width = shapes[name][1:].numel()
-                start = where[name].start - (begin if key == "second" else 0) + specs[name].start * width
-                own.copy_(stored[start : start + own.numel()].view(own.shape))
+            elif not flat:
+                spec = specs[parts[key][0]]
+                vector.copy_(stored[spec.start : spec.stop])
+        for key, (name, own) in parts.items() if flat else ():
+            vector_key = key.partition(".")[0]
+            width = shapes[name][1:].numel()
+            start = where[name].start - (begin if vector_key == "second" else 0) + specs[name].start * width
+            own.copy_(state.get_slice(vector_key)[start : start + own.numel()].view(own.shape))
     optimizer.restore(found)
 
 

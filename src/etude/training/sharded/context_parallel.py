@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from etude.errors import ConfigError
+from etude.models.attention import Scan
 from etude.numerics.exact.attention import CHUNK
 from etude.numerics.exact.options import AttentionOptions
 from etude.numerics.operators import Operators
@@ -94,6 +96,14 @@ class ContextParallelCache:
                 at += len(piece)
             start += length
         return torch.cat(outs)
+
+    def recur(self, layer: int, inputs: Sequence[torch.Tensor], scan: Scan) -> torch.Tensor:
+        """Raise `ConfigError`: recurrent layers need the state of all earlier tokens, which other ranks have."""
+        raise ConfigError(
+            "context parallelism is not possible for this model",
+            f"layer {layer} is recurrent: each token needs the state after the tokens before it",
+            hint="set learner.context_parallel = 1; data and expert parallelism are possible",
+        )
 
 
 class _AllGather(torch.autograd.Function):

@@ -65,7 +65,7 @@ class ShardedLora(ShardedWeights):
         digest = _digest(base, kind, group)
         with group.propagate_errors("adapter"):
             config, tensors = request.adapter(model)
-            held, device = torch.float32, mesh.device
+            held, device = request.held_dtype, mesh.device
             self.adapters = Adapters(model, config, dtype=kind, held=held, digest=digest, device=device)
         self._fill(request, tensors, group)
         assert isinstance(model.operators, LoraOperators), "set by ShardedProcessGroup.load"

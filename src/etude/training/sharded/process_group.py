@@ -181,6 +181,8 @@ class ShardedProcessGroup:
             model = set_recompute(meta_model(base, operators, mesh), config.recompute)
             if config.lora_rank:
                 model.cast(request.frozen_dtype)
+            elif request.held_dtype is not torch.float32:
+                model.cast(request.held_dtype)
             verify_weights(base, part=self.rank, parts=self.size)
         specs = shard_specs(model, mesh)
         parts = (model, self, specs, tensor_slices(model, specs, mesh), config.weights, base)
@@ -197,8 +199,12 @@ class ShardedProcessGroup:
         return trainable
 
     def accumulator(self, optimizer: AdamW, shares: int) -> ShareAccumulator | None:
-        copied = any(spec.copied for spec in self._specs.values())
-        return RankAccumulator(optimizer, self._specs, self.mesh) if copied else None
+        if any(spec.copied for spec in self._specs.values()):
+            return RankAccumulator(optimizer, self._specs, self.mesh)
+        return None
+
+    def first_row(self, name: str) -> int:
+        return self._specs[name].start if name in self._specs else 0  # others are in full on every rank
 
     def restore_optimizer(self, path: Path, optimizer: AdamW) -> None:
         with self.propagate_errors("optimiser"):

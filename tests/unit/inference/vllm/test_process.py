@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
+
+import pytest
+
+from etude.errors import EngineError
+from etude.inference.vllm.process import VllmProcess
 
 ADAPTER = """
 import os, sys
@@ -43,6 +50,24 @@ def test_a_server_does_not_outlive_its_adapter_that_is_killed() -> None:
     finally:
         if is_there(server):
             os.kill(server, signal.SIGKILL)
+
+
+WARNS = """
+print("(APIServer pid=7) WARNING 11-29 [system_utils.py:255] This can cause errors like OSError: Too many open files")
+raise SystemExit("ValueError: no such model")
+"""
+
+
+def test_the_error_of_a_start_names_what_the_server_raised_and_not_what_it_warned_of() -> None:
+    vllm = VllmProcess([sys.executable, "-c", WARNS], dict(os.environ), name="e", socket=Path("s"), gives_routes=False)
+
+    async def work() -> None:
+        async with vllm:
+            pass
+
+    with vllm.process, pytest.raises(EngineError) as ended:
+        asyncio.run(work())
+    assert ended.value.facts == "ValueError: no such model"
 
 
 SERVING = """

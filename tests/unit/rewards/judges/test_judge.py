@@ -15,6 +15,7 @@ from tests.judge_server import ScriptedJudge, honest, work
 
 from etude.prices import TokenPrices
 from etude.rewards.judges import Aspect, Dialect, Evidence, Form, HttpAsker, Judge, JudgeStore, Limits, Rubric, Verdict
+from etude.rewards.judges.asking import MAX_TOKENS
 from etude.rewards.judges.store import Stored
 from etude.rewards.judges.verdicts import Scale, read_reply
 
@@ -26,7 +27,7 @@ RUBRIC = Rubric((FACTS,), about="Texts with facts.")
 def judge_at(server: ScriptedJudge, store: Path, **other: Any) -> Judge:
     dialect = other.pop("dialect", Dialect.OPENAI)
     url = server.url + ("/v1" if dialect is Dialect.OPENAI else "")
-    options = {"temperature": 0.0}
+    options = other.pop("options", {"temperature": 0.0})
     asker = HttpAsker(url, other.pop("model", "judge"), dialect, other.pop("key", ""), options)
     return Judge(RUBRIC, asker, JudgeStore(store), first_wait_s=0.01, **other)
 
@@ -297,6 +298,20 @@ def test_a_call_for_one_token_reserves_one_token(tmp_path: Path) -> None:
     limits = Limits(budget=most)
     assert scored(ScriptedJudge(), tmp_path, limits=limits, prices=PRICES).value is None, "its answer may be long"
     assert scored(ScriptedJudge(), tmp_path, limits=limits, prices=PRICES, form=Form.TOKEN).value == 2
+
+
+def test_a_call_reserves_a_token_a_byte_and_the_longest_answer_that_its_options_allow(tmp_path: Path) -> None:
+    def known(num_input: int, num_output: int, **options: Any) -> bool:
+        store, limits = tmp_path / f"{num_input}-{num_output}", Limits(budget=PRICES.cost(num_input, 0, num_output))
+        return scored(ScriptedJudge(), store, limits=limits, prices=PRICES, options=options).value is not None
+
+    server = ScriptedJudge()
+    scored(server, tmp_path)
+    size = sum(len(message["content"].encode()) for message in server.bodies[0]["messages"])
+    assert known(size, MAX_TOKENS)
+    assert not known(size - 1, MAX_TOKENS)
+    assert known(size, 9_000, max_completion_tokens=9_000)
+    assert not known(size, 8_999, max_completion_tokens=9_000)
 
 
 def test_a_call_that_hangs_may_cost_and_keeps_its_reservation_and_a_refused_one_costs_nothing(tmp_path: Path) -> None:
