@@ -44,7 +44,7 @@ from etude.records.task import Split
 
 EXAMPLE = Path("examples/product")
 PER_USER = 6
-HACK_STEPS = 8
+HACK_STEPS = 2
 """Optimiser steps between two candidates of a hack."""
 
 

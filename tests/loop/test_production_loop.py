@@ -37,7 +37,7 @@ from etude.weights.chain import history
 from etude.weights.chain.branches import point
 
 pytestmark = pytest.mark.timeout(1800)
-NAMES = [f"user-{i}" for i in range(100)]
+NAMES = [f"user-{i}" for i in range(200)]  # a canary of 100 is decided by chance
 WARM_UP, LR, LR_SHARE = 4, 1e-3, 0.2
 
 
@@ -105,7 +105,7 @@ class Here:
         self, number: int, release: ReleaseSettings, *, names: Sequence[str] = NAMES, **changed: Any
     ) -> None:
         """Run the loop, while users come."""
-        async with self.loop(release, **changed) as loop, asyncio.timeout(1500):
+        async with self.loop(release, **changed) as loop, asyncio.timeout(600):
             work = asyncio.create_task(
                 loop.forever(number, on_step=lambda step, version, facts: self.steps.append({"step": step, **facts}))
             )

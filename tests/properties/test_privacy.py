@@ -80,7 +80,7 @@ def test_two_records_never_have_equal_bytes_and_no_other_key_reads_them(content)
     assert seal(RECORD, content, KEY) != sealed
     with pytest.raises(RecordDamaged):
         unseal(RECORD, sealed, Key(KEY.id, bytes(32)))
-    for key in (None, Key("f" * 32, KEY.bytes)):
+    for key in (None, Key("f" * 32, KEY.secret)):
         with pytest.raises(SubjectErased):
             unseal(RECORD, sealed, key)
 

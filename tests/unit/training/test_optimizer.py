@@ -97,7 +97,7 @@ def test_masters_of_another_model_are_refused() -> None:
     state = {k: v.clone() for k, v in optimizer.state().items()}
     with pytest.raises(CheckpointError, match="does not fit"):
         optimizer.restore(state | {"first": torch.zeros(3)})
-    with pytest.raises(CheckpointError, match="not those of the model"):
+    with pytest.raises(CheckpointError, match="do not match the model's weights"):
         optimizer.restore(state | {"master": state["master"] + 1})
 
 
