@@ -220,7 +220,6 @@ class Gateway:
                 facts = f"its content-type is {given[:100]!r}" if given else "it has no content-type"
                 message = f"the body is not JSON: {facts}\n  hint: send the header content-type: application/json"
                 raise RequestRefused(415, message, code="unsupported_media_type")
-            user_of(request)  # refuses a bad name before any work
             async with asyncio.timeout(self.config.deadline_s):
                 response = await work(request, record)
         except TimeoutError:
