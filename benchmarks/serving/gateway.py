@@ -12,6 +12,8 @@ the caches and the other half of the core, also on a busy machine.
   process, so this is the gateway alone. `one_client`: the same with a single client, so no request waits for another.
 - `http_only`: the same requests to a server that reads the body and answers with a fixed text: what HTTP, the clients
   and the machine take in all of these numbers, without any gateway.
+- `tokens_apart`: streamed answers of the chat dialect whose tokens come one by one, each with a wake-up, an event and
+  a write of its own; in `dialects` they come at once, and are sent as one event.
 - `first_turn`: the first request of a conversation, whose tools other conversations have had; one client.
 - `long`: one conversation of 500 turns and 100,000 tokens: the first 20 turns, and the last 20.
 - `over_http`: the chat dialect with an engine in another process, as `etude serve` runs it; and LiteLLM's proxy before
@@ -40,6 +42,7 @@ import numpy as np
 from benchmarks.report import HOME, report
 
 ANSWER_S = 0.03
+APART = 1  # the seed of requests whose tokens come one by one
 START_S = 120.0
 TURNS, NEW_CHARS, LONG_TURNS, LONG_CHARS = 50, 1100, 500, 780
 PIECE = "the weather in Paris is sunny and mild, "
@@ -82,8 +85,12 @@ async def serve(engine: str | None) -> None:
             return complete(request)
 
         async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
-            done = await self.complete(request)
+            done = complete(request)
+            apart_s = ANSWER_S / len(done.token_ids) if request.sampling.seed == APART else 0.0
+            await asyncio.sleep(ANSWER_S if not apart_s else 0.0)
             for token in done.token_ids.tolist():
+                if apart_s:
+                    await asyncio.sleep(apart_s)
                 yield [token]
             yield done
 
@@ -291,21 +298,25 @@ async def talks(
         return {"added_ms": added_ms, "cpu_ms": round(cpu_ms, 3), "core_wait_ms": round(wait_ms, 3), **each}
 
 
-async def alone(servers: Mapping[str, Server], clients: int, num: int) -> dict[str, dict[str, Any]]:
-    """Measure gateways with the policy in their processes, in turns. Returns the results by the name of the server."""
+async def alone(servers: Mapping[str, Server], clients: int, num: int, *, quick: bool) -> dict[str, dict[str, Any]]:
+    """Measure gateways with the policy in their processes, in turns. Returns the results by the name of the server.
+
+    `quick`: without the parts of one client."""
     found: dict[str, dict[str, Any]] = {
         name: {"dialects": {}, "one_client": {}, "first_turn": {}, "long": {}} for name in servers
     }
     for dialect in SHAPES:
         for stream in (False, True):
             kind = f"{dialect}, {'streamed' if stream else 'whole'}"
-            for part, number in (("dialects", clients), ("one_client", 1)):
+            for part, number in (("dialects", clients), ("one_client", 1))[: 1 if quick else 2]:
                 for name, server in servers.items():
                     found[name][part][kind] = await talks(server, number, num, dialect, stream=stream)
-        for name, server in servers.items():
+        for name, server in servers.items() if not quick else ():
             found[name]["first_turn"][dialect] = await talks(server, 1, TURNS, dialect, turns=1)
+    for name, server in servers.items():
+        found[name]["tokens_apart"] = await talks(server, clients, num, "chat", stream=True, seed=APART)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-        for dialect in ("chat", "responses"):
+        for dialect in ("chat", "responses") if not quick else ():
             for name, server in servers.items():
                 turns = np.array([turn async for turn in long_talk(session, server, dialect)])
                 first, last = np.median(turns[:20], 0), np.median(turns[-20:], 0)
@@ -368,13 +379,13 @@ def plain_http(engine: Server, direct_s: float) -> Server:
     return Server(engine._process, f"{engine.url}/v1", direct_s)
 
 
-async def measure(clients: int, num: int, before: str | None, litellm: str | None) -> Mapping[str, Any]:
+async def measure(clients: int, num: int, before: str | None, litellm: str | None, *, quick: bool) -> Mapping[str, Any]:
     plain = await http_only(clients, num)
     async with contextlib.AsyncExitStack() as stack:
         servers = {"etude": await stack.enter_async_context(Server.of("--serve"))}
         if before is not None:
             servers["before"] = await stack.enter_async_context(Server.of("--serve", before=before))
-        found = await alone(servers, clients, num)
+        found = await alone(servers, clients, num, quick=quick)
     http = await over_http(clients, num, before, litellm)
     now = {"http_only": plain, **found.pop("etude"), **found, "over_http": http}
     return {"clients": clients, "turns": TURNS, "cores": len(os.sched_getaffinity(0)), **now}
@@ -386,6 +397,7 @@ def main() -> None:
     parser.add_argument("--engine", action="store_true", help="be the engine")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--talks", type=int, default=2, help="conversations of each client, one after the other")
+    parser.add_argument("--quick", action="store_true", help="only `dialects`, `tokens_apart` and `over_http`")
     parser.add_argument("--before", metavar="SRC", help="the `src` of another checkout")
     parser.add_argument("--litellm", metavar="COMMAND", help="LiteLLM's proxy in a virtual environment of its own")
     args = parser.parse_args()
@@ -394,7 +406,7 @@ def main() -> None:
 
         event_loop.run(serve_engine() if args.engine else serve(args.serve or None))
         return
-    report("gateway", asyncio.run(measure(args.clients, args.talks, args.before, args.litellm)))
+    report("gateway", asyncio.run(measure(args.clients, args.talks, args.before, args.litellm, quick=args.quick)))
 
 
 if __name__ == "__main__":

@@ -371,8 +371,8 @@ async def stream_or_complete(
     When `source` cannot stream, its method `complete`, given as the second argument, is awaited, and its tokens are
     yielded as one list. `enough` is called with each list of token ids. When it returns True, the request is ended
     early, if `source` supports this (`Ending`); otherwise the completion is sampled to its end."""
-    if isinstance(source, Streaming):
-        async with aclosing(source.stream(request)) as parts:
+    if (stream := getattr(source, "stream", None)) is not None:  # isinstance(source, Streaming), but ten times faster
+        async with aclosing(stream(request)) as parts:
             async for part in parts:
                 if enough is not None and not isinstance(part, Completion) and enough(part):
                     enough = None

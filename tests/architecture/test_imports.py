@@ -20,6 +20,7 @@ SHARED = {
     "telemetry",
     "config",
     "plugins",
+    "http_client",
     "http_server",
     "progress",
     "scratch",

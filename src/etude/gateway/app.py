@@ -44,6 +44,7 @@ from etude.gateway.http import (
     is_local,
     json_response,
     read_body,
+    run_until,
     run_until_disconnect,
 )
 from etude.gateway.keys import Keys, KeyUse
@@ -51,6 +52,7 @@ from etude.gateway.model import ServedModel
 from etude.gateway.pump import EventPump, EventResponse
 from etude.gateway.recording import offer_answers, offering, sender, user_of
 from etude.gateway.requests import ChatRequest, check_names, check_results
+from etude.http_server import disconnected
 from etude.seams import AnswerRecorder, FeedbackReceiver
 
 SUMMARIES = "x-etude-summaries"
@@ -259,11 +261,13 @@ class Gateway:
         if self._recorders:
             parts = offering(parts, partial(offer_answers, self._recorders, request, record, parsed, head))
         pump = EventPump(parts, dialect.stream(parsed, head, model.chat), record)
+        gone = asyncio.create_task(disconnected(request))
         try:
             end = record.began + self.config.deadline_s
-            first = await run_until_disconnect(request, pump.first(self.config.ping_s))  # an error here has a status
-            return EventResponse(pump, first, end=end, ping_s=self.config.ping_s, late=self._timeout())
+            first = await run_until(gone, pump.first(self.config.ping_s))  # an error here has a status
+            return EventResponse(pump, first, gone, end=end, ping_s=self.config.ping_s, late=self._timeout())
         except BaseException:
+            gone.cancel()
             await pump.close()
             raise
 

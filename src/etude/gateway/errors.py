@@ -14,7 +14,8 @@ class RequestRefused(Exception):
 
     - `code` and `param`: fields of OpenAI's error object; `param` names the invalid request field.
     - `context`: (tokens of the prompt, the most tokens that the model takes) when the context is full, else None.
-    - `retry_s`: after how many seconds the client may try again."""
+    - `retry_s`: after how many seconds the client may try again.
+    - `allow`: the methods that the path takes, for status 405."""
 
     def __init__(
         self,
@@ -25,14 +26,17 @@ class RequestRefused(Exception):
         param: str | None = None,
         context: tuple[int, int] | None = None,
         retry_s: float = 1.0,
+        allow: str = "",
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
-        self.context, self.retry_s = context, retry_s
+        self.context, self.retry_s, self.allow = context, retry_s, allow
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of the HTTP response. With status 429 or 503 they include retry-after."""
+        """The headers of the HTTP response. With status 429 or 503 they include retry-after, with 405 allow."""
+        if self.status == 405:
+            return {"allow": self.allow}
         if self.status in (429, 503):
             return {"retry-after": str(math.ceil(self.retry_s))}
         return {"www-authenticate": "Bearer"} if self.status == 401 else {}
@@ -40,7 +44,9 @@ class RequestRefused(Exception):
 
 def stopping() -> RequestRefused:
     """Return the error of a request that arrives, or runs, while the gateway stops (HTTP 503)."""
-    return RequestRefused(503, "the gateway is stopping; try again", code="engine_unavailable", retry_s=5)
+    return RequestRefused(
+        503, "the gateway is stopping\n  hint: try again in a few seconds", code="engine_unavailable", retry_s=5
+    )
 
 
 def openai_error(refused: RequestRefused) -> dict[str, object]:
@@ -53,6 +59,12 @@ def openai_error(refused: RequestRefused) -> dict[str, object]:
 def invalid_request(message: str, param: str | None = None) -> RequestRefused:
     """Return the error of an invalid request (HTTP 400). `param` names the invalid request field."""
     return RequestRefused(400, message, code="invalid_request", param=param)
+
+
+def not_json(error: Exception) -> RequestRefused:
+    """Return the error of a body that cannot be parsed (HTTP 400)."""
+    hint = "send one JSON value in UTF-8, as a JSON library writes it"
+    return invalid_request(f"the body is not JSON: {error}\n  hint: {hint}")
 
 
 def unsupported_value(field: str, value: object, neutral: Sequence[object]) -> RequestRefused:

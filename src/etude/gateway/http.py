@@ -81,9 +81,23 @@ async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
     """Await `work` and return its result.
 
     When the client disconnects first, cancel `work` and raise `ClientDisconnect`."""
-    gone, ended = asyncio.create_task(disconnected(request)), False
-    scope = asyncio.timeout(None)
-    gone.add_done_callback(lambda _: None if ended else scope.reschedule(0.0))
+    gone = asyncio.create_task(disconnected(request))
+    try:
+        return await run_until(gone, work)
+    finally:
+        gone.cancel()
+
+
+async def run_until(gone: asyncio.Task[None], work: Awaitable[T]) -> T:
+    """Await `work` and return its result. When the task `gone`, which waits for the client's end, ends first, cancel
+    `work` and raise `ClientDisconnect`."""
+    scope, ended = asyncio.timeout(None), False
+
+    def stop(_: asyncio.Task[None]) -> None:
+        if not ended:
+            scope.reschedule(0.0)
+
+    gone.add_done_callback(stop)
     try:
         async with scope:
             try:
@@ -95,7 +109,7 @@ async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
             raise ClientDisconnect from None
         raise
     finally:
-        gone.cancel()
+        gone.remove_done_callback(stop)
 
 
 def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -131,9 +145,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
         allowed = (error.headers or {})["Allow"]
         method = "POST" if "POST" in allowed else "GET"
         message = f"{what}: this path takes only {method}\n  hint: send {method}"
-        response = error_response(request, RequestRefused(405, message, code="method_not_allowed"))
-        response.headers["allow"] = allowed
-        return response
+        return error_response(request, RequestRefused(405, message, code="method_not_allowed", allow=allowed))
     offered = ["/health", "/metrics", "/v1/models", "/v1/messages/count_tokens", "/v1/feedback"]
     offered += [d.path for d in DIALECTS.values()]
     urls = "clients of OpenAI's API need the base URL http://HOST:PORT/v1, those of Anthropic's http://HOST:PORT"

@@ -49,16 +49,20 @@ class KeyUse:
         reached."""
         now, limits = self._clock(), self.limits
         if limits.tokens_per_day and self._tokens_of_today(now) >= limits.tokens_per_day:
-            message = f"the key {self.name!r} has used its {limits.tokens_per_day} tokens of today (UTC)"
+            what = f"the key {self.name!r} has used its {limits.tokens_per_day} tokens of today (UTC)"
+            hint = "wait for the next day (retry-after has the seconds), or raise tokens_per_day in the file of keys"
+            message = f"{what}: {self.num_tokens} were read and sampled\n  hint: {hint}"
             retry_s = _DAY_S - now % _DAY_S
             raise RequestRefused(429, message, code="insufficient_quota", retry_s=retry_s)
         while self._requests and self._requests[0] <= now - _MINUTE_S:
             self._requests.popleft()
         if limits.requests_per_minute:
             if len(self._requests) >= limits.requests_per_minute:
-                message = (
+                what = (
                     f"the key {self.name!r} has reached its limit of {limits.requests_per_minute} requests per minute"
                 )
+                hint = "try again after the seconds in retry-after, or raise requests_per_minute in the file of keys"
+                message = f"{what}\n  hint: {hint}"
                 retry_s = self._requests[0] + _MINUTE_S - now
                 raise RequestRefused(429, message, code="rate_limit_exceeded", retry_s=retry_s)
             self._requests.append(now)

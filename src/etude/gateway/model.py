@@ -385,7 +385,9 @@ class ServedModel:
     async def _running_slot(self) -> AsyncIterator[None]:
         """Wait for a running slot; refuse the request (429) when the queue is full."""
         if self._running.locked() and self._num_waiting >= self.config.max_waiting:
-            raise RequestRefused(429, "too many requests are waiting; try again", code="rate_limit_exceeded")
+            facts = f"{self._num_waiting} wait for one of {self.config.max_running} running slots"
+            message = f"too many requests are waiting: {facts}\n  hint: try again after the seconds in retry-after"
+            raise RequestRefused(429, message, code="rate_limit_exceeded")
         self._num_waiting += 1
         try:
             await self._running.acquire()

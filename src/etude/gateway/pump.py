@@ -7,8 +7,10 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from itertools import groupby
+from typing import cast
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -17,14 +19,15 @@ from etude.gateway.access_log import Record, logger
 from etude.gateway.answers import Answer
 from etude.gateway.dialects.dialect import EventStream
 from etude.gateway.errors import RequestRefused, from_error, stopping
-from etude.gateway.http import run_until_disconnect
+from etude.gateway.http import run_until
 from etude.records.wire import I32
 
 _MAX_QUEUED = 64  # parts of a stream that wait for a client that reads slowly
 
 
 class EventPump:
-    """Samples the answers to one request in an asyncio task, and queues a bounded number of events.
+    """Samples the answers to one request in an asyncio task, and queues a bounded number of parts. They become events
+    when the response takes them: tokens that came since the last event are sent as one.
 
     - `parts`: what `ServedModel.stream` returns.
     - `stream`: turns the parts into events.
@@ -36,8 +39,9 @@ class EventPump:
         self.stream = stream
         self._parts, self._record = parts, record
         self._begun = b""  # events before the first token
-        self._waiting: list[bytes] = []  # events from then on that were not taken
-        self._is_over = False  # whether no more events will come
+        self._waiting: list[tuple[int, list[int] | Answer]] = []  # parts from then on that were not taken
+        self._is_over = False  # whether no more parts will come
+        self._has_end = True  # whether the last events were not taken
         self._error: Exception | None = None  # what the sampling raised
         self._news, self._room = asyncio.Event(), asyncio.Event()
         self._task = asyncio.create_task(self._run())
@@ -99,18 +103,36 @@ class EventPump:
         """Return all events that wait, or wait for some. Return b"" if none will follow, and None if none came in time.
 
         Raises after the last events what the sampling raised."""
-        if not self._waiting and not self._is_over:
+        end = time.perf_counter() + wait_s
+        while True:
+            if self._waiting and (events := self._taken()):
+                return events
+            if self._error is not None:
+                raise self._error
+            if self._is_over:
+                return self._taken()
             self._news.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
+            try:
+                async with asyncio.timeout(end - time.perf_counter()):
                     await self._news.wait()
-        if not self._waiting and not self._is_over:
-            return None
-        if not self._waiting and self._error is not None:
-            raise self._error
-        events, self._waiting = b"".join(self._waiting), []
+            except TimeoutError:
+                return None
+
+    def _taken(self) -> bytes:
+        """Take the parts that wait, and return their events. There may be none, when text is held back."""
+        waiting, self._waiting = self._waiting, []
         self._room.set()
-        return events
+        events: list[bytes] = []
+        for (index, is_whole), parts in groupby(waiting, lambda part: (part[0], isinstance(part[1], Answer))):
+            if is_whole:
+                events += (event for _, answer in parts for event in self.stream.finish(cast(Answer, answer), index))
+            else:
+                ids = [token for _, said in parts for token in cast(list[int], said)]
+                events += self.stream.tokens(ids, index)
+        if self._is_over and self._error is None and self._has_end:
+            self._has_end = False
+            events += self.stream.end()
+        return b"".join(events)
 
     async def _run(self) -> None:
         try:
@@ -119,24 +141,14 @@ class EventPump:
                     if not isinstance(part, tuple):
                         self._begun += b"".join(self.stream.start(part))
                         continue
-                    index, said = part
-                    if isinstance(said, Answer):
-                        events = b"".join(self.stream.finish(said, index))
-                    else:
-                        events = b"".join(self.stream.tokens(said, index))
-                    if events:
-                        await self._put(events)
-            await self._put(b"".join(self.stream.end()))
+                    while len(self._waiting) >= _MAX_QUEUED:
+                        self._room.clear()
+                        await self._room.wait()
+                    self._waiting.append(part)
+                    self._news.set()
         except Exception as error:  # noqa: BLE001  whoever takes the events raises it
             self._error = error
         self._is_over = True
-        self._news.set()
-
-    async def _put(self, events: bytes) -> None:
-        while len(self._waiting) >= _MAX_QUEUED:
-            self._room.clear()
-            await self._room.wait()
-        self._waiting.append(events)
         self._news.set()
 
 
@@ -144,13 +156,22 @@ class EventResponse(StreamingResponse):
     """The HTTP response that sends the events of a pump. At its end it closes the pump, even if it fails before the
     first event.
 
-    `first` are the events that `EventPump.first` has returned. `end`, `ping_s` and `late` are those of
-    `EventPump.events`. When the server cancels the response, it ends with an error. The attribute `at_end` is a
-    function that is called when the response has ended and the sampling has stopped. Its argument is the status to log:
-    499 if the client disconnected before the last event."""
+    `first` are the events that `EventPump.first` has returned. `gone` ends when the client disconnects. `end`, `ping_s`
+    and `late` are those of `EventPump.events`. When the server cancels the response, it ends with an error. The
+    attribute `at_end` is a function that is called when the response has ended and the sampling has stopped. Its
+    argument is the status to log: 499 if the client disconnected before the last event."""
 
-    def __init__(self, pump: EventPump, first: bytes, *, end: float, ping_s: float, late: RequestRefused) -> None:
-        self._pump = pump
+    def __init__(
+        self,
+        pump: EventPump,
+        first: bytes,
+        gone: asyncio.Task[None],
+        *,
+        end: float,
+        ping_s: float,
+        late: RequestRefused,
+    ) -> None:
+        self._pump, self._gone = pump, gone
         self.at_end: Callable[[int], None] = lambda status: None
         self._is_whole = False
 
@@ -166,7 +187,7 @@ class EventResponse(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await run_until_disconnect(Request(scope, receive), self.stream_response(send))
+            await run_until(self._gone, self.stream_response(send))
         except ClientDisconnect:
             pass
         except asyncio.CancelledError:  # by the server, which waits no longer for running requests
@@ -174,6 +195,7 @@ class EventResponse(StreamingResponse):
             with contextlib.suppress(RuntimeError):  # it has not begun, or has just ended
                 await send({"type": "http.response.body", "body": error, "more_body": False})
         finally:
+            self._gone.cancel()
             try:
                 await self._pump.close()
             finally:

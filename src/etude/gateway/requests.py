@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from etude.capture import KeptMessage, KeptMessages, KeptTools, Message
-from etude.gateway.errors import RequestRefused, invalid_request, unknown_parameter, unsupported_value
+from etude.gateway.errors import RequestRefused, invalid_request, not_json, unknown_parameter, unsupported_value
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 1_000
 MAX_ANSWERS, MAX_TOP_LOGPROBS = 16, 20
@@ -109,7 +109,7 @@ class BodyDecoder(Generic[B]):
             place = _path.search(str(error))
             raise invalid_request(described(error, self._decoder.type), place[1] if place else None) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise invalid_request(f"the body is not JSON: {error}") from None
+            raise not_json(error) from None
         for name, accepted in self._neutral.items():
             if (raw := getattr(body, name)) is not ABSENT and (value := _decode_value(raw)) not in accepted:
                 raise unsupported_value(name, value, list(accepted))
@@ -235,7 +235,7 @@ def _decode_value(raw: msgspec.Raw) -> Any:
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid_request(f"the body is not JSON: {error}") from None
+        raise not_json(error) from None
 
 
 class ParseCache(Generic[P, V]):
@@ -273,7 +273,7 @@ class ParseCache(Generic[P, V]):
             dot = "." if inner and inner[0] != "[" else ""
             raise invalid_request(f"{where}: {described(error, self._decoder.type)}", where + dot + inner) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise invalid_request(f"the body is not JSON: {error}") from None
+            raise not_json(error) from None
 
 
 def message_reader(

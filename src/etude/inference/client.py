@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Any, Self, TypeVar
-
-import aiohttp
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
+from typing import Self, TypeVar
 
 from etude.errors import EngineError
+from etude.http_client import HttpClient, HttpResponse
 from etude.inference.errors import EngineGone, EngineLate, from_http
 from etude.inference.wire import (
     END,
@@ -35,7 +34,6 @@ T = TypeVar("T")
 
 CONTROL_DEADLINE_S = 35.0  # longer than the engine's own deadline, whose error says more
 GRACE_S, END_S, HOLD_DEADLINE_S = 2.0, 5.0, 5.0
-_IDLE_S, _BETWEEN_S, _PROBES = 15, 5, 4  # TCP keep-alive: a completion may take hours
 
 
 class HttpEngine:
@@ -52,7 +50,7 @@ class HttpEngine:
         self._headers = {"accept": MSGPACK, "content-type": MSGPACK}
         if token is not None:
             self._headers["authorization"] = f"Bearer {token}"
-        self._session: aiohttp.ClientSession | None = None
+        self._http: HttpClient | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -62,9 +60,9 @@ class HttpEngine:
 
     async def close(self) -> None:
         """Close the connections. Further calls of `close` do nothing."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        http, self._http = self._http, None
+        if http is not None:
+            http.close()
 
     async def generate(self, request: CompletionRequest) -> Completion:
         """Sample a completion for the request, under the contract of `seams.Engine.generate`.
@@ -73,13 +71,11 @@ class HttpEngine:
         respond, this client checks that it is alive. Raises the errors of `seams.Engine.generate`, `EngineGone` when no
         server responds, and `EngineLate` for a server that hangs."""
         what, deadline_s = f"request {request.request_id}", request.deadline_s + GRACE_S
-        work = asyncio.ensure_future(self._post(GENERATE, request, Completion, what=what, deadline_s=None))
-        try:
-            while not (await asyncio.wait({work}, timeout=deadline_s))[0]:
-                await self._check_alive(what, deadline_s)
-            return work.result()
-        finally:
-            work.cancel()
+        check = partial(self._check_alive, what, deadline_s)
+        async with self._answer(
+            "POST", GENERATE, pack(request), what=what, silence_s=deadline_s, on_silence=check
+        ) as answer:
+            return self._read(await answer.read(), Completion)
 
     async def _check_alive(self, what: str, deadline_s: float) -> None:
         try:
@@ -95,7 +91,7 @@ class HttpEngine:
         Closing the generator early closes the connection, and the engine drops the request."""
         what, deadline_s = f"request {request.request_id}", request.deadline_s + GRACE_S
         async with self._answer("POST", STREAM, pack(request), what=what, silence_s=deadline_s) as answer:
-            async for part in read_frames(answer.content.readexactly, engine=self.url):
+            async for part in read_frames(answer.readexactly, engine=self.url):
                 yield part
 
     async def end(self, request_id: str) -> None:
@@ -168,21 +164,24 @@ class HttpEngine:
         what: str,
         deadline_s: float | None = None,
         silence_s: float | None = None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        on_silence: Callable[[], Awaitable[None]] | None = None,
+    ) -> AsyncIterator[HttpResponse]:
         """Send a request and yield the response, whose status is 200 and whose body is not read yet.
 
-        Raises `EngineError`, also when it takes more than `deadline_s` in all, or sends nothing for `silence_s`."""
-        timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=min(deadline_s or 5.0, 5.0), sock_read=silence_s)
+        Raises `EngineError`, also when it takes more than `deadline_s` in all. `silence_s` and `on_silence` are those
+        of `HttpClient.request`."""
+        http = self._connected(what)
         try:
-            async with self._connected().request(method, self.url + path, data=body, timeout=timeout) as answer:
+            async with (
+                asyncio.timeout(deadline_s),
+                http.request(method, path, body, silence_s=silence_s, on_silence=on_silence) as answer,
+            ):
                 if answer.status != 200:
                     raise from_http(answer.status, await answer.read(), engine=self.url)
                 yield answer
-        except aiohttp.ConnectionTimeoutError as error:
-            raise self._gone(what, error) from None
         except TimeoutError:
             raise self._late(what, deadline_s or silence_s or 0.0) from None
-        except (aiohttp.ClientError, OSError) as error:
+        except OSError as error:
             raise self._gone(what, error) from None
 
     def _late(self, what: str, deadline_s: float, facts: str = "") -> EngineLate:
@@ -197,22 +196,10 @@ class HttpEngine:
         hint = "check the URL, and that the engine's process runs"
         return EngineGone(f"no engine answers at {self.url}", facts, hint=hint)
 
-    def _connected(self) -> aiohttp.ClientSession:
-        if self._session is None or self._session.closed:
-            asyncio.get_running_loop()  # raises outside of an event loop
-            options: dict[str, Any] = {"limit": 0, "keepalive_timeout": 60.0, "socket_factory": _kept_alive}
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(**options), headers=self._headers, auto_decompress=False
-            )
-        return self._session
-
-
-def _kept_alive(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Return a socket with TCP keep-alive, so that a broken connection ends."""
-    family, kind, protocol, *_ = address
-    sock = socket.socket(family, kind, protocol)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _BETWEEN_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-    return sock
+    def _connected(self, what: str) -> HttpClient:
+        if self._http is None:
+            try:
+                self._http = HttpClient(self.url, self._headers)
+            except ValueError as error:
+                raise self._gone(what, error) from None
+        return self._http

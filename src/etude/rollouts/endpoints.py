@@ -35,7 +35,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from etude.capture.short_work import ShortWork
-from etude.errors import ContextFull, EngineError, EtudeError, MachineError
+from etude.errors import ContextFull, EngineError, EtudeError, MachineError, nearest
 from etude.gateway import DIALECTS, Answer, ChatRequest, Dialect, RequestRefused
 from etude.gateway.dialects import messages
 from etude.gateway.errors import context_exceeded, from_error, invalid_request, openai_error
@@ -54,6 +54,7 @@ ENDED = "rollout_ended"
 """The code of the error that a program gets after the end of its rollout."""
 _SHORT_BYTES = 64 << 10  # a larger body is parsed in a thread
 _BY_PATH = {dialect.path: dialect for dialect in DIALECTS.values() if dialect.name != "text"}
+_MACHINE = ("/machine/exec", "/machine/read", "/machine/write")
 _SAMPLING = {
     *("temperature", "seed", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
     *("repetition_penalty", "logit_bias", "min_tokens"),
@@ -120,7 +121,7 @@ class RolloutEndpoints:
             return JSONResponse({"input_tokens": await self._count(chat)})
         if self._secret is not None and path.startswith("/machine/") and request.method == "POST":
             return await self._machine(path.removeprefix("/machine/"), request)
-        raise RequestRefused(404, f"{request.method} {path} is not offered to programs of a rollout", code="not_found")
+        raise _no_endpoint(request.method, path, machine=self._secret is not None)
 
     def _inner_path(self, request: Request) -> str:
         """Return the path after the identity. Raises `RequestRefused` for another rollout or a wrong secret."""
@@ -131,11 +132,16 @@ class RolloutEndpoints:
         if _same(given, self._prefix) and inner.startswith("/"):
             return inner
         if path.startswith("/r/"):
-            raise RequestRefused(404, "no such rollout is running here", code="not_found")
+            message = "no such rollout is running here: it has ended, or its id or secret in the URL is wrong"
+            hint = "take the base URL from the environment of the program, and stop if it has worked before"
+            raise RequestRefused(404, f"{message}\n  hint: {hint}", code="not_found")
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         if not _same(key, self._secret):
-            raise RequestRefused(401, "the API key does not belong to this rollout", code="invalid_api_key")
+            facts = "it is not the one of this rollout" if key else "the request has none"
+            hint = "take the API key from the environment of the program, or its base URL, which has the secret"
+            message = f"the API key is missing or wrong: {facts}\n  hint: {hint}"
+            raise RequestRefused(401, message, code="invalid_api_key")
         return path
 
     def _note_refusal(self, request: Request, refused: RequestRefused) -> None:
@@ -243,7 +249,7 @@ class RolloutEndpoints:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             fields = None
         if not isinstance(fields, dict):
-            raise invalid_request("the body is not a JSON object")
+            raise invalid_request("the body is not a JSON object\n  hint: send the body of a request of this API")
         n = fields.pop("n", None) or 1
         if type(n) is not int or not 1 <= n <= MAX_ANSWERS:
             raise invalid_request(f"n must be from 1 to {MAX_ANSWERS}", "n")
@@ -280,7 +286,8 @@ class RolloutEndpoints:
         try:
             order = msgspec.json.decode(await _body(request), type=_Order)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise invalid_request(str(error)) from None
+            hint = "send command, or path, or path and content in base64"
+            raise invalid_request(f"the body is not a request to the machine: {error}\n  hint: {hint}") from None
         machine = self._episode.machine
         try:
             if what == "exec":
@@ -298,7 +305,7 @@ class RolloutEndpoints:
             self._episode.failure = self._episode.failure or error
             self._attribution.failed.set()
             raise RequestRefused(503, f"the machine failed: {error.what}", code="machine_failed") from None
-        raise RequestRefused(404, f"POST /machine/{what} is not offered", code="not_found")
+        raise _no_endpoint("POST", f"/machine/{what}", machine=True)
 
     async def _exec(self, order: _Order) -> Response:
         argv = order.command if isinstance(order.command, list) else ["sh", "-c", order.command]
@@ -384,13 +391,27 @@ async def _wait(asked: Asked, gone: asyncio.Task[None], timeout_s: float | None)
     return asked.answers.done()
 
 
+def _no_endpoint(method: str, path: str, *, machine: bool) -> RequestRefused:
+    """Return the error for a path that is not offered (HTTP 404), or not with this method (405)."""
+    posts = [*_BY_PATH, "/v1/messages/count_tokens", *(_MACHINE if machine else ())]
+    right = "POST" if path in posts else "GET" if path == "/v1/models" or path.startswith("/v1/models/") else ""
+    what = f"{method} {path[:200]} is not offered to programs of a rollout"
+    if not right:
+        return RequestRefused(404, f"{what}\n  hint: {nearest(path, ['/v1/models', *posts])}", code="not_found")
+    message = f"{what}: this path takes only {right}\n  hint: send {right}"
+    return RequestRefused(405, message, code="method_not_allowed", allow=right)
+
+
 def _refusal(error: BaseException, episode: Episode) -> RequestRefused:
     """Convert what stopped a request to the error that the program gets."""
     if isinstance(error, EpisodeEnded):
         message = f"the rollout has ended: {error.ending.value}. Stop asking."
         return Ended(message)
     if isinstance(error, TooManyRequests):
-        return RequestRefused(429, "too many requests of this rollout are running", code="rate_limit_exceeded")
+        message = (
+            f"too many requests of this rollout are running: {MAX_PARALLEL} may\n  hint: wait for some of them first"
+        )
+        return RequestRefused(429, message, code="rate_limit_exceeded")
     if isinstance(error, ContextFull):
         limit = episode.limits.context_tokens
         return context_exceeded(limit, limit + 1, 0, facts=f"the request does not fit: {error.facts or error.what}")

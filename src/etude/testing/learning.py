@@ -156,6 +156,7 @@ class StreamingPolicy(EnginePolicy):
                 break
             self.num_sampled += 1
             yield [token]
+            await asyncio.sleep(0)  # tokens of an engine do not come at once
         yield completion
 
     async def end(self, request_id: str) -> None:

@@ -589,6 +589,7 @@ def test_requests_past_the_bounded_queue_are_429_and_the_others_are_served() -> 
             with pytest.raises(openai.RateLimitError) as many:
                 await client.chat.completions.create(model="laptop", messages=USER)
             assert many.value.response.headers["retry-after"] == "1"
+            assert "0 wait for one of 1 running slots\n  hint: try again after" in many.value.message
             slow.let.set()
             assert (await first).choices[0].message.content == "late"
             again = await client.chat.completions.create(model="laptop", messages=USER)

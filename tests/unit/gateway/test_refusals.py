@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.unit.gateway.sdk import MODEL, Served, run, said, served
 from etude.errors import EngineError
 from etude.harness import ChatFormat
 from etude.records import Completion, CompletionRequest
+from etude.testing import ScriptedEngine
 
 DIALECTS = ["chat", "text", "responses", "messages"]
 NEVER = "not to be rendered"
@@ -150,5 +152,41 @@ def test_an_engine_that_is_lost_is_an_error_of_the_server_before_and_after_the_f
             with pytest.raises((openai.APIError, anthropic.APIStatusError), match="engine-0 is gone") as late:
                 await ask(at, dialect, "hi", stream=True)
             assert not isinstance(late.value, (openai.APIConnectionError, anthropic.APIConnectionError))
+
+    run(work)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'{"model": "m"', b"\xff"])
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
+def test_a_body_that_is_not_json_has_a_reason_and_a_hint(path: str, body: bytes) -> None:
+    async def work() -> None:
+        async with served([]) as at:
+            answer = await at.http.post(f"/{path}", content=body, headers={"content-type": "application/json"})
+            assert answer.status_code == 400
+            message = answer.json()["error"]["message"]
+            assert message.startswith("the body is not JSON: ")
+            assert "\n  hint: send one JSON value" in message
+
+    run(work)
+
+
+def test_tokens_that_come_together_are_one_event_and_those_apart_are_not() -> None:
+    class Bursts:
+        async def complete(self, request: CompletionRequest) -> Completion:
+            return await ScriptedEngine([said("abcdef")]).generate(request)
+
+        async def stream(self, request: CompletionRequest) -> AsyncIterator[list[int] | Completion]:
+            done = await self.complete(request)
+            for number, token in enumerate(done.token_ids.tolist()):
+                if number == 3:
+                    await asyncio.sleep(0.2)
+                yield [token]
+            yield done
+
+    async def work() -> None:
+        async with served([], policy=Bursts()) as at:
+            chunks = await ask(at, "chat", "hi", stream=True)
+            pieces = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
+            assert [piece for piece in pieces if piece] == ["abc", "def"]
 
     run(work)

@@ -56,6 +56,7 @@ def test_keys_have_rates_and_quotas_which_are_told_in_each_dialect() -> None:
             with pytest.raises(openai.RateLimitError) as rate:
                 await at.openai.chat.completions.create(model=MODEL, messages=USER)
             assert 1 <= int(rate.value.response.headers["retry-after"]) <= 60
+            assert "\n  hint: try again after" in rate.value.message
             with pytest.raises(anthropic.RateLimitError, match="1 requests per minute") as of_anthropic:
                 await at.anthropic.messages.create(model=MODEL, max_tokens=9, messages=USER)
             assert of_anthropic.value.body["error"]["type"] == "rate_limit_error"  # type: ignore[index]
@@ -64,6 +65,7 @@ def test_keys_have_rates_and_quotas_which_are_told_in_each_dialect() -> None:
             with pytest.raises(openai.RateLimitError) as quota:
                 await other.responses.create(model=MODEL, input="hi")
             assert quota.value.code == "insufficient_quota"
+            assert "\n  hint: wait for the next day" in quota.value.message
             with pytest.raises(openai.AuthenticationError):
                 await at.openai.with_options(api_key="u" * 20).models.list()
 

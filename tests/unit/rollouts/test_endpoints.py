@@ -336,7 +336,18 @@ def test_strangers_and_swapped_urls_are_refused_and_nothing_is_attributed() -> N
             ):
                 async with two.http.post(f"{url}/v1/chat/completions", json=body, headers=headers) as response:
                     assert response.status == status, url
-                    assert (await response.json())["error"]["message"]
+                    assert "\n  hint: take the " in (await response.json())["error"]["message"]
+            async with one.http.post(f"{one.url}/v1/chat/completion", json=body) as response:
+                assert response.status == 404
+                assert "hint: did you mean '/v1/chat/completions'?" in (await response.json())["error"]["message"]
+            for method, path, right in (
+                ("GET", "messages", "POST"),
+                ("POST", "models", "GET"),
+                ("PUT", "models/x", "GET"),
+            ):
+                async with one.http.request(method, f"{one.url}/v1/{path}") as response:
+                    assert (response.status, response.headers["allow"]) == (405, right)
+                    assert f"\n  hint: send {right}" in (await response.json())["error"]["message"]
             assert not one.asked.num_requests
             assert not two.asked.num_requests
             key = {"authorization": f"Bearer {two.key}"}

@@ -13,7 +13,7 @@ from etude.capture import Chat, KeptMessage, Message
 from etude.gateway.answers import Answer, ResponseHead, logprob_entry, summary_usage
 from etude.gateway.dialects.declared_tools import DeclaredTool, ToolName, function_name, functions, names_of
 from etude.gateway.dialects.dialect import Dialect, EventStream, named_event
-from etude.gateway.errors import RequestRefused, invalid_request, openai_error
+from etude.gateway.errors import RequestRefused, invalid_request, not_json, openai_error
 from etude.gateway.requests import (
     ABSENT,
     BodyDecoder,
@@ -188,7 +188,7 @@ def _echoed(data: bytes) -> dict[str, Any]:
     try:
         found = {name: msgspec.json.decode(fields[name]) for name in ECHOED if name in fields}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid_request(f"the body is not JSON: {error}") from None
+        raise not_json(error) from None
     found["tools"] = None if tools == b"null" else _echoed_tools.read(tools, "tools")
     return {name: value for name, value in found.items() if value is not None}
 
