@@ -26,6 +26,6 @@ from etude.numerics.exact.matmul import (
 
 __all__ = [
     "KERNEL_BLOCK", "LINE_BYTES", "Causal", "KeyWindows", "block_for", "causal_mask", "column_product", "few_rows",
-    "in_lanes", "key_windows", "linear", "padded_rows", "partial_products", "product_for", "split_inner", "top_k", "tree_sum",
-    "vendor_product",
+    "in_lanes", "key_windows", "linear", "padded_rows", "partial_products", "product_for", "split_inner", "top_k",
+    "tree_sum", "vendor_product",
 ]  # fmt: skip

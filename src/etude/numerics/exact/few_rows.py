@@ -2,8 +2,8 @@
 
 The vendor's GEMM turns all weights into another layout before it multiplies, which costs several times as much as a
 product of four rows. The kernel does it in registers. It adds in the same order: chains of fused multiply-adds over
-blocks of inputs. The caller measures which block gives the vendor's bits (`matmul.block_for`). The kernel needs Linux and
-AVX-512. It uses one thread, and releases the GIL. There is no gradient.
+blocks of inputs. The caller measures which block gives the vendor's bits (`matmul.block_for`). The kernel needs Linux
+and AVX-512. It uses one thread, and releases the GIL. There is no gradient.
 
 Shapes: S rows sorted by group, E groups, I and O width in and out."""
 
