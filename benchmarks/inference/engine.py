@@ -1,8 +1,8 @@
 """Tokens a second of the reference engine, against transformers and vLLM at their best, on one thread.
 
-Two random Qwen3-MoE models of 9.2M parameters (16 experts, top-4; 4 layers of 256 and 6 layers of 192) and the laptop
-example's; prompts of 64 tokens, 128 sampled tokens each. The reference engine is measured whole, in float32, eager:
-asyncio face, log-probabilities, routes, spans. The others sample alone:
+Two random Qwen3-MoE models of 9.2M parameters (16 experts, top-4; 4 layers of 256 and 6 layers of 192), one of 99M (24
+experts, top-4; 8 layers of 512), and the laptop example's; prompts of 64 tokens, 128 sampled tokens each. The reference
+engine is measured whole, in float32, eager: asyncio face, log-probabilities, routes, spans. The others sample alone:
 
 - transformers: plain batched `generate` (all prompts are equally long: nothing is padded) with a dynamic and a static
   cache, and `generate_batch` (continuous batching); in float32 and bfloat16; with each implementation of the experts.
@@ -56,6 +56,17 @@ MODELS = {
     "9.2M, 4 layers of 256": ModelConfig(**BIG, hidden_size=256, num_layers=4, expert_size=128),
     "9.2M, 6 layers of 192": ModelConfig(**BIG, hidden_size=192, num_layers=6, expert_size=128),
     "laptop": ModelConfig(),
+    "99M, 8 layers of 512": ModelConfig(
+        vocab_size=16384,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+        num_experts=24,
+        top_k=4,
+        hidden_size=512,
+        num_layers=8,
+        expert_size=256,
+    ),
 }
 EXPERTS = ("grouped_mm", "batched_mm", "eager")  # transformers' implementations of the mixture
 PAGE_TOKENS = 64  # of continuous batching

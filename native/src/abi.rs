@@ -10,6 +10,7 @@ use crate::decode::{Decoder, Found, InPlace, Listed, num_changes};
 use crate::encode::Encoder;
 use crate::kind::{Code, Kind, MAX_CLASSES};
 use crate::level;
+use crate::product::{self, RawProduct};
 use crate::scan::{Classes, Level};
 use crate::scatter::{self, RawScatter};
 use crate::threads;
@@ -420,6 +421,16 @@ pub unsafe extern "C" fn etude_checksum(request: *const ChecksumRequest, sums: *
         unsafe { *sums.add(i) = sum };
     }
     0
+}
+
+/// Multiply few rows by the weights of their groups. Returns 0 on success; 1, with nothing written, where the machine or
+/// the sizes do not allow it.
+///
+/// # Safety
+/// As `product::products`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn etude_products(request: *const RawProduct) -> u32 {
+    shielded(1, || unsafe { !product::products(&*request) as u32 })
 }
 
 /// Prefetch codes. Any address is allowed.

@@ -1,4 +1,5 @@
-//! Delta kernels of etude: encode the difference of two snapshots of weights, and apply it, at memory speed.
+//! Kernels of etude: encode the difference of two snapshots of weights, and apply it, at memory speed; and products of
+//! few rows.
 //!
 //! `docs/formats/delta.md` defines the format; the numpy kernels in `etude.weights` produce the same bytes, more
 //! slowly. Bytes to decode are untrusted: they are decoded or refused, with memory in proportion to the tile. The
@@ -11,6 +12,7 @@ pub mod decode;
 pub mod encode;
 pub mod kind;
 pub mod level;
+pub mod product;
 pub mod scan;
 pub mod scatter;
 pub mod threads;

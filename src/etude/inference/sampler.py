@@ -70,6 +70,7 @@ def _shape(sequences: Many[Sequence], vocab_size: int, device: torch.device) -> 
         nothing = np.zeros(vocab_size, bool)
         masks = torch.from_numpy(np.stack([nothing if one is None else one for one in forbidden])).to(device)
     positions = [s.num_computed for s in sequences]
+    cut_alone = all(a.top_k and a.top_p == 1.0 for a in samplings)
 
     def tensor(values: object, dtype: torch.dtype) -> torch.Tensor:
         return torch.as_tensor(values, dtype=dtype).to(device)
@@ -88,6 +89,7 @@ def _shape(sequences: Many[Sequence], vocab_size: int, device: torch.device) -> 
         bias_N=tensor(bias, torch.float32),
         repetition_N=tensor(repetition, torch.float32),
         penalty_N=tensor(penalty, torch.float32),
+        most_k=max(min(a.top_k, vocab_size) for a in samplings) if cut_alone else 0,
     )
 
 

@@ -27,7 +27,8 @@ class Shape:
     `top_k_R` V and `top_p_R` 1 keep all tokens; `forbidden_RV` masks forbidden tokens (None: none). `sorts`: some row
     has top_k or top_p. N changes of single logits, in this order: `bias_N` is added to the logit of token `tokens_N` in
     row `rows_N`, then positive logits are divided and others multiplied by `repetition_N`, then `penalty_N` is
-    subtracted."""
+    subtracted. `most_k`: the largest top_k if every row has one and none has top_p, so that nothing is sorted; else
+    0."""
 
     uniform_R: torch.Tensor
     temperature_R: torch.Tensor
@@ -42,6 +43,7 @@ class Shape:
     bias_N: torch.Tensor
     repetition_N: torch.Tensor
     penalty_N: torch.Tensor
+    most_k: int = 0
 
     def part(self, start: int, stop: int) -> Shape:
         """Return the shape of rows [start, stop)."""
@@ -92,6 +94,9 @@ def truncate(logits_RV: torch.Tensor, shape: Shape) -> torch.Tensor:
     weights_RV.masked_fill_(weights_RV < shape.min_p_R[:, None] * most_R1, 0)
     if not shape.sorts:
         return weights_RV
+    if shape.most_k:
+        kth = logits_RV.topk(shape.most_k).values.gather(1, shape.top_k_R[:, None] - 1)
+        return weights_RV.masked_fill_(logits_RV < kth, 0)
     in_order, order = logits_RV.sort(stable=True, dim=-1, descending=True)
     kth = in_order.gather(1, shape.top_k_R.clamp(max=logits_RV.shape[-1])[:, None] - 1)  # ties with it are kept
     sorted_weights = weights_RV.gather(1, order).masked_fill_(in_order < kth, 0)

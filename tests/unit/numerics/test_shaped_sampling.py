@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -134,3 +136,12 @@ def test_logits_that_are_not_finite_give_a_token_and_no_error():
     values[0, 1], values[1], values[2, 5] = torch.nan, torch.nan, torch.inf
     tokens = sample_shaped(values, shape(4, top_p=0.9, top_k=5))
     assert ((tokens >= 0) & (tokens < V)).all()
+
+
+def test_top_k_alone_keeps_what_sorting_keeps():
+    logits = torch.randn(5, V, generator=torch.Generator().manual_seed(3)).round(decimals=1)  # with ties
+    sorting = shape(5, top_k=[1, 7, 20, 2, V], top_p=1.0)
+    kept = truncate(logits, replace(sorting, most_k=V))
+    assert torch.equal(kept, truncate(logits, sorting))
+    assert ((kept > 0).sum(1) >= torch.tensor([1, 7, 20, 2, V])).all()
+    assert (kept[0] == 0).any()

@@ -8,10 +8,12 @@ of the batch. These sizes are measured on this machine, with the current number 
 [1.0, 2.0]
 """
 
+from etude.numerics.exact import few_rows
 from etude.numerics.exact.attention import KERNEL_BLOCK, Causal, KeyWindows, causal_mask, key_windows
 from etude.numerics.exact.elementwise import in_lanes, top_k
 from etude.numerics.exact.matmul import (
     LINE_BYTES,
+    block_for,
     column_product,
     linear,
     padded_rows,
@@ -23,7 +25,7 @@ from etude.numerics.exact.matmul import (
 )
 
 __all__ = [
-    "KERNEL_BLOCK", "LINE_BYTES", "Causal", "KeyWindows", "causal_mask", "column_product", "in_lanes",
-    "key_windows", "linear", "padded_rows", "partial_products", "product_for", "split_inner", "top_k", "tree_sum",
-    "vendor_product",
+    "KERNEL_BLOCK", "LINE_BYTES", "Causal", "KeyWindows", "block_for", "causal_mask", "column_product", "few_rows",
+    "in_lanes", "key_windows", "linear", "padded_rows", "partial_products", "product_for", "split_inner", "top_k",
+    "tree_sum", "vendor_product",
 ]  # fmt: skip

@@ -3,7 +3,8 @@
 An engine computes a token among whatever else is in its batch; the learner computes it in a packed sequence. Both must
 get the same bits. The vendor's GEMM uses other kernels for few rows, and divides rows among threads. Which numbers of
 rows are safe is measured at run time, in milliseconds. A product with another number of rows is padded with zero rows
-to the next safe number.
+to the next safe number. Without gradients, products of few rows are computed by a kernel of etude's where it has the
+vendor's bits (`few_rows`).
 
 A weight shape whose rows still differ is computed in tiles of `TILE` rows, one call each; if tiles differ, too, sums
 are computed without the vendor's library. Both are slow, and meant for machines on which this was not tested.
@@ -24,10 +25,13 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.nn.functional as F
 
+from etude.numerics.exact import few_rows
+
 MIN_ROWS = 4
 LINE_BYTES = 64
 MANY_ROWS = 64  # up to this number of rows, each is measured
 TILE = 32
+KERNEL_ROWS = 256  # up to this number, the kernel for few rows is faster than the vendor's
 SUM_NUMBERS = 1 << 22  # size of the intermediate tensor of `summed_product`
 REFERENCE_ROWS = 300
 SAMPLED_ROWS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 31, 33, 64, 100, 257)
@@ -43,6 +47,10 @@ def linear(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     >>> linear(x, weight).tolist()
     [[3.0, 3.0, 3.0]]
     """
+    if block := block_for(x_NI, weight_OI, [len(x_NI)]):
+        done = few_rows.products(x_NI, weight_OI, [len(x_NI)], block)
+        assert done is not None, "it was measured"
+        return done
     turned = weight_OI.stride(-1) != 1 and not weight_OI.is_contiguous()
     return product_for(*weight_OI.shape, turned=turned)(aligned(x_NI), weight_OI)
 
@@ -52,6 +60,18 @@ def product_for(out_size: int, in_size: int, *, turned: bool = False) -> Product
 
     `turned`: whether the weights are transposed in memory."""
     return _measured_path(out_size, in_size, turned, torch.get_num_threads())
+
+
+def block_for(x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int]) -> int:
+    """Return the block with which `few_rows.products` computes the vendor's bits for these tensors; 0: use the vendor.
+
+    The kernel is for at most `KERNEL_ROWS` rows of each matrix, on one thread, where no gradient is wanted."""
+    plain = type(x_SI) is torch.Tensor and x_SI.device.type == "cpu" and weight_EOI.stride(-1) == 1
+    if torch.is_grad_enabled() or not plain or not x_SI.dtype == weight_EOI.dtype == torch.float32:
+        return 0
+    if not 0 < max(rows) <= KERNEL_ROWS:
+        return 0
+    return _measured_block(*weight_EOI.shape[-2:], torch.get_num_threads())
 
 
 def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -152,6 +172,19 @@ def _measured_path(out_size: int, in_size: int, turned: bool, threads: int) -> P
         if not _other_counts(product, min(out_size, SAMPLED_WIDTH), in_size, SAMPLED_ROWS, turned=turned):
             return product
     return summed_product
+
+
+@functools.cache
+def _measured_block(out_size: int, in_size: int, threads: int) -> int:
+    if threads > 1 or product_for(out_size, in_size) is not vendor_product:
+        return 0
+    x, weight = _random(REFERENCE_ROWS, in_size), _random(min(out_size, SAMPLED_WIDTH), in_size)
+    reference = vendor_product(x, weight)
+    for block in (few_rows.MAX_BLOCK, in_size // 2):  # the vendor's on the machines where this was tested
+        done = few_rows.products(x, weight, [REFERENCE_ROWS], block)
+        if done is not None and torch.equal(done, reference):
+            return block
+    return 0
 
 
 @functools.cache

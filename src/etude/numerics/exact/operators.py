@@ -92,6 +92,10 @@ class Exact(Operators):
     def _grouped(
         self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], product: Product | None = None
     ) -> torch.Tensor:
+        if product is None and len(x_SI) and (block := exact.block_for(x_SI, weight_EOI, rows)):
+            done = exact.few_rows.products(x_SI, weight_EOI, rows, block)
+            assert done is not None, "it was measured"
+            return done
         whole_lines = not weight_EOI.shape[2] % (exact.LINE_BYTES // 4)  # wherever an expert's rows begin
         product = product or exact.linear
         vendor = product is exact.linear and exact.product_for(*weight_EOI.shape[1:]) is exact.vendor_product
