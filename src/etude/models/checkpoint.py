@@ -23,7 +23,8 @@ from etude.file_checksums import verify_files
 from etude.models.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_of, next_base
 from etude.models.adapter_files import merge_adapter, read_adapter
 from etude.models.checkpoint_files import ASSETS, atomic_directory, save_tensors
-from etude.models.config import ModelConfig, text_config
+from etude.models.config import ModelConfig
+from etude.models.family_lookup import text_config
 from etude.models.finite import find_non_finite
 from etude.models.headers import (
     EMBEDDING,
