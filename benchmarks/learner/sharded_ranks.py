@@ -75,7 +75,7 @@ def batches(
     start: Path, lengths: list[int], *, steps: int, numerics: NumericsConfig, dtype: str = "float32"
 ) -> tuple[Batch, ...]:
     """Samples that the weights of `start` say themselves: on them the first step's ratio is 1."""
-    model = load_model(start, operators=operators_for(numerics, getattr(torch, dtype)), held=torch.float32)
+    model = load_model(start, operators=operators_for(numerics, getattr(torch, dtype)), weight_dtype=torch.float32)
     for parameter in model.parameters():
         parameter.copy_(parameter.bfloat16())
     found = []

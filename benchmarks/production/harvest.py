@@ -12,9 +12,10 @@ bound.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from statistics import fmean
 from typing import Any
@@ -34,7 +35,7 @@ from etude.harvest import (
     make_arrivals,
     simulate,
 )
-from etude.harvest.policies import LendingPolicy, Night, Oracle
+from etude.harvest.policies import LendingPolicy
 from etude.harvest.traffic import DAY_S, Arrivals
 
 LOSS = 0.005  # share of requests
@@ -51,6 +52,36 @@ QUANTILES = (0.6, 0.9)
 Parameter = float | tuple[float, float]
 Make = Callable[[Any, Sequence[float], Sequence[float]], LendingPolicy]
 """Makes a policy from its parameter, the loads of the history and those of the measured day."""
+
+
+@dataclass(frozen=True)
+class Night:
+    """Lends `number` engines from the hour `start` to the hour `stop` of each day, and none otherwise."""
+
+    number: int
+    start: float = 22.0
+    stop: float = 8.0
+
+    def away(self, time_s: float, load: float, away: int) -> int:
+        hour = time_s % DAY_S / 3600
+        inside = self.start <= hour < self.stop if self.start < self.stop else not self.stop <= hour < self.start
+        return self.number if inside else 0
+
+
+class Oracle:
+    """Knows the future load: `loads[i]` is the load at the call at ``start_s + i * tick_s``. It lends the engines that
+    production does not need in the next `lead_s` seconds."""
+
+    def __init__(
+        self, capacity: Capacity, loads: Sequence[float], *, start_s: float, tick_s: float, lead_s: float = 60.0
+    ) -> None:
+        self._capacity, self._loads, self._start_s, self._tick_s = capacity, loads, start_s, tick_s
+        self._ahead = math.ceil(lead_s / tick_s)
+
+    def away(self, time_s: float, load: float, away: int) -> int:
+        now = round((time_s - self._start_s) / self._tick_s)
+        coming = self._loads[now : now + self._ahead + 1]
+        return self._capacity.spare(max(coming, default=load))
 
 
 def policies(fleet: FleetShape) -> dict[str, tuple[Make, Sequence[Parameter]]]:

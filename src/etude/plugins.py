@@ -158,7 +158,7 @@ KINDS = {
         setting="model.family",
         protocol="etude.models.config:ModelFamily",
         contract="etude.testing.model_family:ModelFamilyContract",
-        built_in="etude.models.config:FAMILY_NAMES",
+        built_in="etude.models.family_lookup:FAMILY_NAMES",
     ),
     Kind.DRAFTER: KindFacts(
         noun="drafter",

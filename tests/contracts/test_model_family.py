@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from etude.models.config import FAMILY_NAMES, OWN_FAMILIES, ModelFamily, family_of
+from etude.models.config import ModelFamily
+from etude.models.family_lookup import FAMILY_NAMES, OWN_FAMILIES, family_of
 from etude.testing.model_family import ModelFamilyContract, unknown_to_transformers
 
 ROOT = Path(__file__).parents[2]

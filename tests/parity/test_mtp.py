@@ -11,7 +11,7 @@ import torch
 
 from etude.models import Transformer, load_model, save_model
 from etude.models.attention import Packed
-from etude.models.config import family_of
+from etude.models.family_lookup import family_of
 from etude.models.mtp import apply_head, head_logits, trunk_output
 
 with warnings.catch_warnings():

@@ -24,7 +24,7 @@ from etude.harness.programs import run_plugin
 from etude.harvest import HarvestConfig
 from etude.loop.config import RunConfig, check_same_plugins, open_tasks
 from etude.loop.corpus import _play
-from etude.models.config import OWN_FAMILIES
+from etude.models.family_lookup import OWN_FAMILIES
 from etude.plugins import KINDS, Identity, Kind, bounded, check_all, finite, found, identity, kind_at, make
 from etude.records.rollout import Ending
 from etude.records.task import Split, Task

@@ -23,7 +23,7 @@ from etude.evals.bases import BaseResult, Candidate, Comparison, Question, compa
 from etude.evals.bases.comparison import plain
 from etude.evals.bases.measures import Scorer
 from etude.evals.intervals import Interval
-from etude.harness.chat import stop_ids
+from etude.harness.template import stop_ids
 from etude.models.adapter_config import base_of
 from etude.models.config import ModelConfig
 from etude.models.headers import read_json

@@ -7,8 +7,9 @@ from collections import Counter
 
 from etude.dashboard.formatting import number, size
 from etude.errors import Exit
-from etude.models.config import FAMILY_NAMES, ModelConfig, ModelFamily, family_of, own_family_names
+from etude.models.config import ModelConfig, ModelFamily
 from etude.models.config_json import MTP_KEY
+from etude.models.family_lookup import FAMILY_NAMES, family_of, own_family_names
 from etude.models.headers import unused_layers
 from etude.models.inspection import Inspection, inspect
 from etude.plan.arithmetic import active_parameters, kv_bytes_token, state_bytes

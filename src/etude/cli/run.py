@@ -31,7 +31,7 @@ from etude.loop.limits import build_config
 from etude.loop.locations import read_ledger
 from etude.loop.preflight import check_ledger, preflight
 from etude.loop.reward_settings import RewardChange, RewardSettings, changing, read_changes, record_change
-from etude.models.config import own_family_names
+from etude.models.family_lookup import own_family_names
 from etude.plugins import check_all
 from etude.run import RunFolder
 from etude.telemetry import Telemetry

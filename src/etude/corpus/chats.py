@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +15,8 @@ from typing import Any
 
 import msgspec
 
-from etude import progress
 from etude.corpus.documents import MAX_BYTES, Document, Dropped
-from etude.corpus.sources import PIECE_BYTES, Divided, lines, matching
+from etude.corpus.sources import Lines
 from etude.errors import ConfigError, InputError
 from etude.file_checksums import file_digest
 from etude.harness.chat import TOKENISER, ChatFormat
@@ -32,7 +31,7 @@ class _Bad(Exception):
 
 
 @dataclass(frozen=True)
-class Chats(Divided):
+class Chats(Lines):
     """Files with one chat in each line: `{"messages": [...], "tools": [...]}`, both in OpenAI's format.
 
     - `files`: patterns of files, or folders, in which all `*.jsonl` are read.
@@ -71,28 +70,9 @@ class Chats(Divided):
         digests = [file_digest(path) if path.is_file() else "" for path in paths]
         made_with = hashlib.sha256("".join(digests).encode()).hexdigest()
         patterns = [f"{name}/**/*.jsonl" if os.path.isdir(name) else name for name in self.files]
-        found = list[list[Any]]()
-        for name in matching(patterns, "JSON lines"):
-            stat = os.stat(name)
-            found += [
-                [name, start, min(start + PIECE_BYTES, stat.st_size), stat.st_mtime_ns, made_with]
-                for start in range(0, stat.st_size, PIECE_BYTES)
-            ]
-        return found
-
-    def read(self, piece: Any) -> Iterator[Document | Dropped]:
-        """Yield the documents of a piece that `pieces` returned."""
-        name, start, stop, *_ = piece
-        progress.begin(f"reading {name}")
-        with open(name, "rb") as file:
-            for offset, line in lines(file, start, stop):
-                yield self.parsed(f"{os.path.basename(name)}:{offset}", line)
-                progress.begin(f"reading {name} after byte {offset}")
+        return [[*piece, made_with] for piece in self.ranges(patterns)]
 
     def parsed(self, name: str, line: bytes | None) -> Document | Dropped:
-        """Return the document in one line, or a `Dropped` with the reason why there is none.
-
-        `name` becomes the document's id if the line has none. `line`: None if it was too long."""
         if line is None:
             return Dropped(name, "too-large")
         try:

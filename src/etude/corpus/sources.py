@@ -154,8 +154,38 @@ def matching(files: Sequence[str], noun: str) -> list[str]:
     return found
 
 
+class Lines(Divided):
+    """Base class of sources that read one document from each line of JSON in files."""
+
+    def ranges(self, files: Sequence[str]) -> list[list[Any]]:
+        """Return [file, first byte, last byte + 1, mtime in ns] for each piece of the files that match a pattern."""
+        found = list[list[Any]]()
+        for name in matching(files, "JSON lines"):
+            stat = os.stat(name)
+            found += [
+                [name, start, min(start + PIECE_BYTES, stat.st_size), stat.st_mtime_ns]
+                for start in range(0, stat.st_size, PIECE_BYTES)
+            ]
+        return found
+
+    def read(self, piece: Any) -> Iterator[Document | Dropped]:
+        """Yield the documents of a piece that `pieces` returned."""
+        name, start, stop, *_ = piece
+        progress.begin(f"reading {name}")
+        with open(name, "rb") as file:
+            for offset, line in lines(file, start, stop):
+                yield self.parsed(f"{os.path.basename(name)}:{offset}", line)
+                progress.begin(f"reading {name} after byte {offset}")
+
+    @abstractmethod
+    def parsed(self, name: str, line: bytes | None) -> Document | Dropped:
+        """Return the document in one line, or a `Dropped` with the reason why there is none.
+
+        `name` becomes the document's id if the line has none. `line`: None if it was too long."""
+
+
 @dataclass(frozen=True)
-class Jsonl(Divided):
+class Jsonl(Lines):
     """Files with one JSON object in each line.
 
     `files` are patterns. `text`, `id`, `path` and `licence` are the names of the fields; a line without an id is named
@@ -171,28 +201,9 @@ class Jsonl(Divided):
         """Divide the files into pieces that can be read in parallel.
 
         A piece is [file, first byte, last byte + 1, mtime in ns]: the lines that begin in this range of bytes."""
-        found = list[list[Any]]()
-        for name in matching(self.files, "JSON lines"):
-            stat = os.stat(name)
-            found += [
-                [name, start, min(start + PIECE_BYTES, stat.st_size), stat.st_mtime_ns]
-                for start in range(0, stat.st_size, PIECE_BYTES)
-            ]
-        return found
-
-    def read(self, piece: Any) -> Iterator[Document | Dropped]:
-        """Yield the documents of a piece that `pieces` returned."""
-        name, start, stop, _ = piece
-        progress.begin(f"reading {name}")
-        with open(name, "rb") as file:
-            for offset, line in lines(file, start, stop):
-                yield self.parsed(f"{os.path.basename(name)}:{offset}", line)
-                progress.begin(f"reading {name} after byte {offset}")
+        return self.ranges(self.files)
 
     def parsed(self, name: str, line: bytes | None) -> Document | Dropped:
-        """Return the document in one line, or a `Dropped` with the reason why there is none.
-
-        `name` becomes the document's id if the line has none. `line`: None if it was too long."""
         if line is None:
             return Dropped(name, "too-large")
         try:

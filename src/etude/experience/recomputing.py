@@ -81,22 +81,7 @@ def recompute(
     steps. `full_groups`: if fewer groups than this have a sample, the learning rate is scaled down; 0: it is never
     scaled. `hint_format`: the run's hint format, needed if the composition has hints. Raises `EtudeError` when a reward
     or an advantage is not finite."""
-    groups: dict[str, list[int]] = {}
-    for i, tree in enumerate(recorded.trees):
-        if isinstance(tree.rollout.outcome, Graded):
-            groups.setdefault(tree.rollout.group_id, []).append(i)
-    credit, preferred = dict[int, Credited](), dict[str, tuple[str, ...]]()
-    min_group_size = int(recorded.rewards.get("min_group_size", 0))
-    for some in groups.values():
-        outcomes = [one for i in some if isinstance(one := recorded.trees[i].rollout.outcome, Graded)]
-        places = [turn_places(recorded.trees[i].trace) for i in some]
-        ids = [recorded.trees[i].rollout.rollout_id for i in some]
-        given = staged_credit(outcomes, places, in_first_stage(ids, min_group_size), composition, scheme)
-        credit |= dict(zip(some, given, strict=True))
-        oldest = [oldest_steps(recorded.trees[i].trace) for i in some]
-        late = [one for one, steps in zip(ids, oldest, strict=True) if exceeds_lag(steps, recorded.step - 1, max_lag)]
-        pairs = better_than([one.reward for one in given], ids, scheme, without=late)
-        preferred |= dict(zip(ids, pairs, strict=True))
+    credit, preferred = _credit(recorded, composition, scheme, max_lag=max_lag)
     members, in_pairs = list[Member](), paired(preferred)
     for i, tree in enumerate(recorded.trees):
         reward, advantage, turns = credit.get(i, (None, 0.0, ()))
@@ -142,3 +127,26 @@ def recompute(
             )
         )
     return RecomputedStep(recorded.step, tuple(found), batch_digest(batch), recorded.digest)
+
+
+def _credit(
+    recorded: RecordedStep, composition: Composition, scheme: CreditScheme, *, max_lag: int
+) -> tuple[dict[int, Credited], dict[str, tuple[str, ...]]]:
+    """Return the credit of each graded rollout by its index, and by rollout id the rollouts that it is better than."""
+    groups: dict[str, list[int]] = {}
+    for i, tree in enumerate(recorded.trees):
+        if isinstance(tree.rollout.outcome, Graded):
+            groups.setdefault(tree.rollout.group_id, []).append(i)
+    credit, preferred = dict[int, Credited](), dict[str, tuple[str, ...]]()
+    min_group_size = int(recorded.rewards.get("min_group_size", 0))
+    for some in groups.values():
+        outcomes = [one for i in some if isinstance(one := recorded.trees[i].rollout.outcome, Graded)]
+        places = [turn_places(recorded.trees[i].trace) for i in some]
+        ids = [recorded.trees[i].rollout.rollout_id for i in some]
+        given = staged_credit(outcomes, places, in_first_stage(ids, min_group_size), composition, scheme)
+        credit |= dict(zip(some, given, strict=True))
+        oldest = [oldest_steps(recorded.trees[i].trace) for i in some]
+        late = [one for one, steps in zip(ids, oldest, strict=True) if exceeds_lag(steps, recorded.step - 1, max_lag)]
+        pairs = better_than([one.reward for one in given], ids, scheme, without=late)
+        preferred |= dict(zip(ids, pairs, strict=True))
+    return credit, preferred

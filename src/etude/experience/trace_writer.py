@@ -71,9 +71,7 @@ def record_batch(
     - `each`: called after each rollout.
 
     Raises `LedgerError` when a rollout cannot be read, `StoreError` when the trace cannot be written."""
-    samples = list[Sample]()
-
-    not_plain = 0
+    samples, not_plain = list[Sample](), 0
 
     def rows() -> Iterator[dict[str, Any]]:
         nonlocal not_plain
@@ -110,23 +108,27 @@ def record_batch(
         }
 
     _write(trace_path(folder, plan.step), rows(), facts)
-    batch = made()
+    return made(), _reference(plan, made(), samples, digest=digest(), num_not_plain=not_plain)
+
+
+def _reference(
+    plan: BatchPlan, batch: Batch, samples: Sequence[Sample], *, digest: str, num_not_plain: int
+) -> BatchRef:
     num_trained = sum(int(sample.path.mask.sum()) for sample in samples)
     credited = sum(member.summary.num_sampled for member in plan.members if member.summary and member.credited)
     num_hints = sum(len(member.hints) for member in plan.members)
-    ref = BatchRef(
+    return BatchRef(
         batch_id=plan.batch_id,
         step=plan.step,
         rollout_ids=plan.rollout_ids,
         sampled=batch.sampled,
         num_trained=num_trained,
-        num_masked=credited - num_trained - not_plain,
-        digest=digest(),
-        num_not_plain=not_plain,
+        num_masked=credited - num_trained - num_not_plain,
+        digest=digest,
+        num_not_plain=num_not_plain,
         num_hints=num_hints,
         num_unplaced_hints=num_hints - sum(len(sample.hints) for sample in samples),
     )
-    return batch, ref
 
 
 def _trace(member: Member, read: Read) -> Trace:

@@ -35,7 +35,7 @@ from etude.grammars import Tool, from_lark, from_tool_calls
 from etude.harness.call_formats import NONE, call_format_of
 from etude.harness.channels import CHANNEL, HARMONY, split_channels
 from etude.harness.commands import Call, Signature, read_call, words_grammar, write_words
-from etude.harness.template import REASONING, ChatError, ChatTemplate, read_special, read_template
+from etude.harness.template import REASONING, ChatError, ChatTemplate, read_special, read_template, stop_ids
 from etude.harness.tokenizer import PLACEHOLDER, SafeTokenizer, match_any
 from etude.records.wire import I32
 
@@ -601,18 +601,6 @@ _HINT_TOKENS = (
     "train one with etude, or add etude's special tokens to yours, or name an eos_token in tokenizer_config.json"
 )
 _HINT_FOLDER = "a tokeniser directory has tokenizer.json and chat_template.jinja"
-
-
-def stop_ids(folder: Path) -> list[int]:
-    """Return the stop token ids in a checkpoint's generation_config.json and config.json."""
-    found: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        try:
-            ids = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError, RecursionError):
-            continue
-        found += [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int and i >= 0]
-    return list(dict.fromkeys(found))
 
 
 def split_reasoning(text: str) -> tuple[str, str]:

@@ -164,6 +164,17 @@ def read_special(folder: Path) -> dict[str, str]:
     return {name: content for name, content in plain.items() if isinstance(content, str)}
 
 
+def stop_ids(folder: Path) -> list[int]:
+    """Return the stop token ids in a checkpoint's generation_config.json and config.json.
+
+    Files that cannot be read are skipped."""
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        ids = _read_json(folder / name).get("eos_token_id")
+        found += [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int and i >= 0]
+    return list(dict.fromkeys(found))
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

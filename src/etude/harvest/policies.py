@@ -1,16 +1,15 @@
 """Policies that decide how many engines are lent to rollouts: the forecasting controller, and simpler ones to compare.
 
-All but the fixed ones share one rule: production needs ``load / (slots * target)`` engines, rounded up, where `target`
+All but `Fixed` share one rule: production needs ``load / (slots * target)`` engines, rounded up, where `target`
 is the share of an engine's slots that production may use on average. They differ in the load that they expect."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from etude.harvest.forecast import DAY_S, Forecast
+from etude.harvest.forecast import Forecast
 
 
 class LendingPolicy(Protocol):
@@ -54,20 +53,6 @@ class Fixed:
         return self.number
 
 
-@dataclass(frozen=True)
-class Night:
-    """Lends `number` engines from the hour `start` to the hour `stop` of each day, and none otherwise."""
-
-    number: int
-    start: float = 22.0
-    stop: float = 8.0
-
-    def away(self, time_s: float, load: float, away: int) -> int:
-        hour = time_s % DAY_S / 3600
-        inside = self.start <= hour < self.stop if self.start < self.stop else not self.stop <= hour < self.start
-        return self.number if inside else 0
-
-
 class Reactive:
     """Lends the engines that production does not need at the present load.
 
@@ -104,19 +89,3 @@ class ForecastLending:
             return soon
         later = self._capacity.spare(max(load, self._forecast.predict(time_s, time_s + self._lease_s)))
         return max(away, later)
-
-
-class Oracle:
-    """Knows the future load: `loads[i]` is the load at the call at ``start_s + i * tick_s``. It lends the engines that
-    production does not need in the next `lead_s` seconds."""
-
-    def __init__(
-        self, capacity: Capacity, loads: Sequence[float], *, start_s: float, tick_s: float, lead_s: float = 60.0
-    ) -> None:
-        self._capacity, self._loads, self._start_s, self._tick_s = capacity, loads, start_s, tick_s
-        self._ahead = math.ceil(lead_s / tick_s)
-
-    def away(self, time_s: float, load: float, away: int) -> int:
-        now = round((time_s - self._start_s) / self._tick_s)
-        coming = self._loads[now : now + self._ahead + 1]
-        return self._capacity.spare(max(coming, default=load))

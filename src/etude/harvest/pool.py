@@ -69,8 +69,7 @@ class LentEngines:
 
     def __init__(self, *, patience_s: float = PATIENCE_S, end_s: float = END_S) -> None:
         self.patience_s, self.end_s = patience_s, end_s
-        self.num_resumed = 0  # requests that went on after their engine was taken
-        self.num_resumed_tokens = 0  # tokens that they had
+        self.num_resumed_tokens = 0  # tokens of requests that went on after their engine was taken
         self.num_lost_tokens = 0  # tokens that were streamed and had to be sampled again
         self._members: dict[str, _Member] = {}
         self._changed = asyncio.Event()
@@ -140,7 +139,6 @@ class LentEngines:
             if not request.sampling.plain and done is not None:
                 self.num_lost_tokens += len(done.token_ids)
                 done = None
-            self.num_resumed += 1
             self.num_resumed_tokens += len(done.token_ids) if done is not None else 0
 
     async def _next(self, request: CompletionRequest, done: Completion | None) -> _Member:

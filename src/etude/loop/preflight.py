@@ -67,31 +67,7 @@ def preflight(
     - `log`: called with a line on each image that was built, on layers of the checkpoint that are left out, on settings
       that are not used, on evaluations with more tasks than exist, and on steps that may be too large for this machine.
     """
-    if config.start is not None and not adopted:
-        context_tokens, numerics = config.engine.context_tokens, config.numerics
-        rank = config.learner.lora_rank
-        rope_factor = config.mid_training.settings()[-1].rope_factor if config.mid_trains else 1.0
-        model = check_start(
-            config.start,
-            context_tokens=context_tokens,
-            numerics=numerics,
-            lora_rank=rank,
-            rope_factor=rope_factor,
-            log=log,
-        )
-        check_mid_training(config, model, given, log)
-        check_experts(model, config.learner.expert_parallel)
-        check_heads(config, model)
-        check_attention(config, model)
-        log_unused_model_settings(config, model, given, log)
-        check_step(config, model, log)
-    if config.start is None:
-        check_blocks(config.model, config.numerics.quantise)
-        check_rank(config.model, config.learner.lora_rank)
-        config.model.per_rank(config.numerics.degree)
-        check_heads(config, config.model)
-        check_attention(config, config.model)
-        check_step(config, config.model, log)
+    _check_model(config, adopted=adopted, given=given, log=log)
     check_hints(config.rewards)
     for term in config.rewards.terms:
         if term.from_step > config.rl.steps:
@@ -110,13 +86,7 @@ def preflight(
     if not remote:
         check_devices(config)
     check_foreign(config, adopted=adopted)
-    standard_tools(config.harness.tools)
-    if config.harness.require_submit and not config.harness.is_command and "submit" not in config.harness.tools:
-        raise ConfigError(
-            f"harness.tools = {list(map(str, config.harness.tools))} lacks 'submit'",
-            "with harness.require_submit, rollouts that do not submit have reward 0",
-            hint="add 'submit', or set harness.require_submit=false",
-        )
+    _check_tools(config)
     asyncio.run(build_images(config, log))
     source = check_tasks(config, used_splits(config))
     log_short_splits(config, source, given, log)
@@ -124,6 +94,43 @@ def preflight(
         check_limits(config.harness, ChatFormat.load(config.start), first_tasks(source, used_splits(config)), log)
     if not remote:
         asyncio.run(_validate(source, config))
+
+
+def _check_model(config: RunConfig, *, adopted: bool, given: Collection[str], log: Callable[[str], None]) -> None:
+    """Check that the model can be computed as configured; not that of an adopted checkpoint, which was checked."""
+    if config.start is not None and adopted:
+        return
+    if config.start is None:
+        model = config.model
+        check_blocks(model, config.numerics.quantise)
+        check_rank(model, config.learner.lora_rank)
+        model.per_rank(config.numerics.degree)
+    else:
+        model = check_start(
+            config.start,
+            context_tokens=config.engine.context_tokens,
+            numerics=config.numerics,
+            lora_rank=config.learner.lora_rank,
+            rope_factor=config.mid_training.settings()[-1].rope_factor if config.mid_trains else 1.0,
+            log=log,
+        )
+        check_mid_training(config, model, given, log)
+        check_experts(model, config.learner.expert_parallel)
+    check_heads(config, model)
+    check_attention(config, model)
+    if config.start is not None:
+        log_unused_model_settings(config, model, given, log)
+    check_step(config, model, log)
+
+
+def _check_tools(config: RunConfig) -> None:
+    standard_tools(config.harness.tools)
+    if config.harness.require_submit and not config.harness.is_command and "submit" not in config.harness.tools:
+        raise ConfigError(
+            f"harness.tools = {list(map(str, config.harness.tools))} lacks 'submit'",
+            "with harness.require_submit, rollouts that do not submit have reward 0",
+            hint="add 'submit', or set harness.require_submit=false",
+        )
 
 
 def check_ranks_at(address: str) -> None:

@@ -27,7 +27,7 @@ from etude.inference.external.environment import SERVER_KINDS, environment
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.devices import gpus_of
 from etude.loop.preflight import validate_tasks
-from etude.models.config import own_family_names
+from etude.models.family_lookup import own_family_names
 from etude.plugins import CHECK_S as PLUGINS_S
 from etude.plugins import Kind, check_all, kind_at
 

@@ -32,7 +32,7 @@ from etude.loop.placement import NoCapacity, OnWait, Process, Program
 from etude.loop.ray_cluster import ROLES, capacity, offers
 from etude.loop.ray_host import RayHost
 from etude.loop.rpc import LINK_S, Caller, CallFailed, ProcessLost, enable_keepalive
-from etude.models.config import OWN_FAMILIES, own_family_names
+from etude.models.family_lookup import OWN_FAMILIES, own_family_names
 
 CAPACITY_S = 600.0
 """Seconds to wait for a node for a component that the run needs: an autoscaler takes minutes to add one."""

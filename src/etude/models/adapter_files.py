@@ -74,18 +74,19 @@ def merge_adapter(
     tensors: Mapping[str, torch.Tensor],
     where: str,
     *,
-    held: torch.dtype | None = None,
+    weight_dtype: torch.dtype | None = None,
 ) -> Adapters:
     """Merge an adapter into the weights of `model`, its base, in place. Returns the adapters.
 
     `tensors`: A and B by PEFT's names, all of one dtype; the model is rounded to the same dtype. `where`: path of the
-    adapter, for errors. `held`: the dtype of A and B in memory, for an optimiser (None: the published dtype). Raises
-    `CheckpointError` when the adapter does not fit."""
+    adapter, for errors. `weight_dtype`: the dtype of A and B in memory, for an optimiser (None: the published dtype).
+
+    Raises `CheckpointError` when the adapter does not fit."""
     kinds = {tensor.dtype for tensor in tensors.values()}
     if len(kinds) != 1:
         raise CheckpointError(f"{where} has {len(kinds)} dtypes", "an adapter must have one", hint=HINT_DAMAGED)
     kind = kinds.pop()
-    adapters = Adapters(model, config, dtype=kind, held=held)
+    adapters = Adapters(model, config, dtype=kind, weight_dtype=weight_dtype)
     round_parameters(model, kind)
     load_adapter(adapters, tensors, where)
     adapters.merge()

@@ -23,7 +23,8 @@ from etude.file_checksums import verify_files
 from etude.models.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_of, next_base
 from etude.models.adapter_files import merge_adapter, read_adapter
 from etude.models.checkpoint_files import ASSETS, atomic_directory, save_tensors
-from etude.models.config import ModelConfig, text_config
+from etude.models.config import ModelConfig
+from etude.models.family_lookup import text_config
 from etude.models.finite import find_non_finite
 from etude.models.headers import (
     EMBEDDING,
@@ -192,14 +193,14 @@ def load_model(
     *,
     dtype: torch.dtype = torch.float32,
     operators: Operators | None = None,
-    held: torch.dtype | None = None,
+    weight_dtype: torch.dtype | None = None,
     parallel: Parallel = SINGLE_RANK,
     device: torch.device | None = None,
 ) -> Transformer:
     """Load the model of a checkpoint directory, or one rank's part of it. An adapter directory is merged into its base.
 
     - `operators`: the arithmetic of the model; None: exact, in `dtype`.
-    - `held`: dtype of the weights in memory (None: `Operators.storage_dtype`).
+    - `weight_dtype`: dtype of the weights in memory (None: `Operators.storage_dtype`).
     - `parallel`: the rank whose part is loaded.
     - `device`: weights are copied there tensor by tensor (None: the CPU).
 
@@ -207,7 +208,9 @@ def load_model(
     config, weights with NaN or infinities, and a stored output head that differs from tied embeddings."""
     path, device = Path(path), device or torch.device("cpu")
     if (path / ADAPTER_CONFIG).is_file():
-        return _load_merged(path, dtype=dtype, operators=operators, held=held, parallel=parallel).to(device)
+        return _load_merged(path, dtype=dtype, operators=operators, weight_dtype=weight_dtype, parallel=parallel).to(
+            device
+        )
     config = read_model_config(path)
     found = check_weights(path, config)  # before an invalid config makes us allocate memory
     verify_weights(path)
@@ -221,7 +224,7 @@ def load_model(
             view.copy_(shard_tensor(name, full, parallel))
         if model.head is None and outside(HEAD) in found:
             require_tied(path, tensors.stored(outside(HEAD)), own[EMBEDDING])
-    require_finite(hf_views(model.cast(held or operators.storage_dtype)), path)
+    require_finite(hf_views(model.cast(weight_dtype or operators.storage_dtype)), path)
     return model
 
 
@@ -230,7 +233,7 @@ def _load_merged(
     *,
     dtype: torch.dtype,
     operators: Operators | None,
-    held: torch.dtype | None,
+    weight_dtype: torch.dtype | None,
     parallel: Parallel = SINGLE_RANK,
 ) -> Transformer:
     """Load the base model of an adapter directory and merge the adapter into its weights.
@@ -245,7 +248,7 @@ def _load_merged(
         )
     base_of(folder)  # checks that the chain of bases ends
     config, tensors = read_adapter(folder)
-    model = load_model(next_base(folder), dtype=dtype, operators=operators, held=held)
+    model = load_model(next_base(folder), dtype=dtype, operators=operators, weight_dtype=weight_dtype)
     merge_adapter(model, config, tensors, str(folder / ADAPTER_WEIGHTS))
     return model.requires_grad_()
 

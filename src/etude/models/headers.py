@@ -16,8 +16,9 @@ from pathlib import Path
 from etude.errors import CheckpointError, ConfigError
 from etude.models.adapter_config import base_of
 from etude.models.components import Scores, Shape
-from etude.models.config import ModelConfig, wrapped_family
+from etude.models.config import ModelConfig
 from etude.models.config_json import MTP_KEY
+from etude.models.family_lookup import wrapped_family
 from etude.models.quantised_storage import (
     FP8_DTYPE,
     FP8_SCALE,

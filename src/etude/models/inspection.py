@@ -10,7 +10,8 @@ from pathlib import Path
 
 from etude.errors import CheckpointError
 from etude.models.adapter_config import base_of
-from etude.models.config import ModelConfig, ModelFamily, family_for, text_config
+from etude.models.config import ModelConfig, ModelFamily
+from etude.models.family_lookup import family_for, text_config
 from etude.models.headers import StoredTensor, read_headers, read_json, weight_errors, without_missing_heads
 from etude.models.quantised_storage import check_scheme
 

@@ -57,7 +57,7 @@ class Adapters(nn.Module):
 
     - `dtype`: the published dtype, to which merged matrices are rounded. The rest of the model must be rounded to it
       too (`round_parameters`).
-    - `held`: dtype of A and B in memory (None: `dtype`).
+    - `weight_dtype`: dtype of A and B in memory (None: `dtype`).
     - `digest`: the base model's digest, if known; otherwise it is computed.
     - `device`: the device of A and B, if the model is on the meta device (`share`).
 
@@ -69,7 +69,7 @@ class Adapters(nn.Module):
         config: AdapterConfig,
         *,
         dtype: torch.dtype,
-        held: torch.dtype | None = None,
+        weight_dtype: torch.dtype | None = None,
         digest: str | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -86,7 +86,8 @@ class Adapters(nn.Module):
         self.config = AdapterConfig(config.rank, config.alpha, config.modules, found)
         model.requires_grad_(False)
         chosen = _chosen(model, config.modules)
-        own, options = {id(p): name for name, p in model.named_parameters()}, {"dtype": held or dtype, "device": device}
+        own = {id(p): name for name, p in model.named_parameters()}
+        options = {"dtype": weight_dtype or dtype, "device": device}
         self._adapters = [_adapter(own[id(matrix.weight)], matrix, self.config, dtype, options) for matrix in chosen]
         self.trained = nn.ParameterList([p for one in self._adapters for p in (one.pairs.a, one.pairs.b)])
         if isinstance(model.operators, LoraOperators):

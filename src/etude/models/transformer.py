@@ -121,8 +121,8 @@ class Experts(nn.Module):
         self.top_k, self.routing = c.top_k, c.routing
         self.router = nn.Parameter(torch.empty(c.num_experts, c.hidden_size))
         self.router_bias = nn.Parameter(torch.zeros(c.num_experts)) if c.architecture.expert_bias else None
-        self.held = parallel.experts(c.num_experts)
-        self.stack = Stack(c, len(self.held), operators, parallel)
+        self.local_experts = parallel.experts(c.num_experts)
+        self.stack = Stack(c, len(self.local_experts), operators, parallel)
         biased = c.routing.scores is Scores.SIGMOID  # a buffer, since it has no gradient
         self.register_buffer("bias", torch.zeros(c.num_experts) if biased else None)
         shared = ("shared", c.num_shared * c.expert_size, c.hidden_size, operators, parallel.tensor)
@@ -182,12 +182,12 @@ class Experts(nn.Module):
             found["gate.bias"] = self.router_bias
         if self.bias is not None:
             found["gate.e_score_correction_bias"] = self.bias
-        for e, gate_up, down in zip(self.held, self.gate_up.unbind(), self.down.unbind(), strict=True):
+        for e, gate_up, down in zip(self.local_experts, self.gate_up.unbind(), self.down.unbind(), strict=True):
             gate, up = gate_up.chunk(2)
             found |= {f"experts.{e}.gate_proj.weight": gate, f"experts.{e}.up_proj.weight": up}
             found[f"experts.{e}.down_proj.weight"] = down
         if self.stack.gate_up_bias is not None and self.stack.down_bias is not None:
-            for e, gate_up, down in zip(self.held, self.stack.gate_up_bias, self.stack.down_bias, strict=True):
+            for e, gate_up, down in zip(self.local_experts, self.stack.gate_up_bias, self.stack.down_bias, strict=True):
                 gate, up = gate_up.chunk(2)
                 found |= {f"experts.{e}.gate_proj.bias": gate, f"experts.{e}.up_proj.bias": up}
                 found[f"experts.{e}.down_proj.bias"] = down

@@ -13,6 +13,7 @@ logits, V vocabulary size, T tokens of one sequence, G key/value heads."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,7 @@ another."""
 _MASKED_ROWS = 512  # queries with one mask
 
 
-class Operators:
+class Operators(ABC):
     """The arithmetic of a model: its matrix products, norms, attention, routing functions and log-probabilities.
 
     Results have dtype `dtype`; router scores and log-probabilities are float32."""
@@ -92,9 +93,9 @@ class Operators:
         """The dtype of an engine's weights, keys and values. A learner's weights are always float32."""
         return self.dtype
 
+    @abstractmethod
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         """Compute x · weightᵀ, [N, O]."""
-        raise NotImplementedError
 
     def linear_columns(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
         """Compute `linear` with this rank's part of the output columns of a larger matrix.

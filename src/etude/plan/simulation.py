@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -66,76 +67,94 @@ def simulate_steps(
     - `steps`: the number of training steps.
 
     A rollout has at most `MAX_TURNS` simulated turns; if `shape` has more, each stands for several of them."""
-    rng = np.random.default_rng(seed)
-    per_step, turns = round(shape.rollouts), min(MAX_TURNS, max(1, round(shape.turns)))
-    number = per_step * (steps + layout.max_lag + 1)  # those of later steps keep the engines busy
-    tokens = rng.lognormal(-(spread**2) / 2, spread, number) * shape.sampled_tokens / turns  # of a turn
-    round_trip_s = sum(one.engines * one.round_trip_s for one in layout.places) / layout.engines
-    wait_s = (shape.tool_s + round_trip_s) * shape.turns / turns  # after each turn
+    wait_s = shape.tool_s + sum(one.engines * one.round_trip_s for one in layout.places) / layout.engines
+    turns = min(MAX_TURNS, max(1, round(shape.turns)))
+    number = round(shape.rollouts) * (steps + layout.max_lag + 1)  # those of later steps keep the engines busy
+    tokens = np.random.default_rng(seed).lognormal(-(spread**2) / 2, spread, number) * shape.sampled_tokens / turns
     prefill = np.full(turns, shape.tool_tokens / turns)
     prefill[0] += shape.prompt_tokens
-    engines = [_Engine(step_s) for _ in range(layout.engines)]
-    home, turn = np.zeros(number, int), np.zeros(number, int)
-    missing = np.full(number // per_step, per_step)
-    events: list[tuple[float, int, str, int, int]] = []
-    ended: list[float] = []
-    order = started = running = published = 0
-    free_at = 0.0
-
-    def push(at: float, kind: str, which: int, epoch: int = 0) -> None:
-        nonlocal order
-        order += 1
-        heapq.heappush(events, (at, order, kind, which, epoch))
-
-    def plan_end(number: int) -> None:
-        engines[number].epoch += 1
-        if engines[number].running:
-            push(engines[number].next_end(), "end", number, engines[number].epoch)
-
-    def begin_turn(rollout: int, now: float) -> None:
-        engine = engines[home[rollout]]
-        engine.advance(now)
-        seconds = prompt_token_s * prefill[turn[rollout]] / layout.engine_ranks
-        engine.stalled_until = max(now, engine.stalled_until) + seconds
-        heapq.heappush(engine.running, (engine.steps + tokens[rollout], rollout))
-        plan_end(int(home[rollout]))
-
-    def admit(now: float) -> None:
-        nonlocal started, running
-        while started < len(tokens) and running < layout.max_running:
-            if started // per_step > published + layout.max_lag:
-                return
-            home[started] = min(range(len(engines)), key=lambda i: len(engines[i].running))
-            begin_turn(started, now)
-            started, running = started + 1, running + 1
-
-    def train(now: float) -> None:
-        nonlocal free_at
-        while len(ended) < steps and not missing[len(ended)] and free_at <= now:
-            free_at = now + learner_s
-            ended.append(free_at)
-            push(free_at, "trained", len(ended))
-            push(free_at + sync_s, "published", len(ended))
-
-    admit(0.0)
-    while events and len(ended) < steps:
-        now, _, kind, which, epoch = heapq.heappop(events)
-        if kind == "published":
-            published = max(published, which)
-        elif kind == "tool":
-            begin_turn(which, now)
-        elif kind == "end" and engines[which].epoch == epoch:
-            engines[which].advance(now)
-            _, rollout = heapq.heappop(engines[which].running)
-            plan_end(which)
-            turn[rollout] += 1
-            push(now + wait_s, "tool" if turn[rollout] < turns else "graded", rollout)
-        elif kind == "graded":
-            running -= 1
-            missing[which // per_step] -= 1
-        elif kind != "trained":
-            continue  # the end of a request that is no longer the next one
-        train(now)
-        admit(now)
+    loop = _Loop(layout, step_s, tokens, prefill * prompt_token_s / layout.engine_ranks, round(shape.rollouts))
+    ended = loop.run(steps, wait_s=wait_s * shape.turns / turns, learner_s=learner_s, sync_s=sync_s)
     skipped = steps // 3
     return float((ended[-1] - ended[skipped - 1]) / (len(ended) - skipped))
+
+
+class _Loop:
+    """The state of the simulated loop.
+
+    - `tokens`: sampled tokens of a turn, by rollout. `prefill_s`: seconds for the prompt of a rollout's n-th turn.
+    - `per_step`: rollouts of a training step."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        step_s: Callable[[float], float],
+        tokens: np.ndarray[Any, np.dtype[np.float64]],
+        prefill_s: np.ndarray[Any, np.dtype[np.float64]],
+        per_step: int,
+    ) -> None:
+        self.layout, self.tokens, self.prefill_s, self.per_step = layout, tokens, prefill_s, per_step
+        self.engines = [_Engine(step_s) for _ in range(layout.engines)]
+        self.home, self.turn = np.zeros(len(tokens), int), np.zeros(len(tokens), int)
+        self.missing = np.full(len(tokens) // per_step, per_step)
+        self.events: list[tuple[float, int, str, int, int]] = []  # time, order, kind, what it is about, epoch
+        self.order = self.started = self.running = self.published = 0
+
+    def run(self, steps: int, *, wait_s: float, learner_s: float, sync_s: float) -> list[float]:
+        """Return when each of `steps` training steps ended. `wait_s`: seconds after each turn."""
+        ended, free_at = list[float](), 0.0
+        self.admit(0.0)
+        while self.events and len(ended) < steps:
+            now, _, kind, which, epoch = heapq.heappop(self.events)
+            if kind == "published":
+                self.published = max(self.published, which)
+            elif kind == "tool":
+                self.begin_turn(which, now)
+            elif kind == "end" and self.engines[which].epoch == epoch:
+                rollout = self.end_turn(which, now)
+                self.push(now + wait_s, "tool" if self.turn[rollout] < len(self.prefill_s) else "graded", rollout)
+            elif kind == "graded":
+                self.running -= 1
+                self.missing[which // self.per_step] -= 1
+            elif kind != "trained":
+                continue  # the end of a request that is no longer the next one
+            while len(ended) < steps and not self.missing[len(ended)] and free_at <= now:
+                free_at = now + learner_s
+                ended.append(free_at)
+                self.push(free_at, "trained", len(ended))
+                self.push(free_at + sync_s, "published", len(ended))
+            self.admit(now)
+        return ended
+
+    def push(self, at: float, kind: str, which: int, epoch: int = 0) -> None:
+        self.order += 1
+        heapq.heappush(self.events, (at, self.order, kind, which, epoch))
+
+    def plan_end(self, number: int) -> None:
+        engine = self.engines[number]
+        engine.epoch += 1
+        if engine.running:
+            self.push(engine.next_end(), "end", number, engine.epoch)
+
+    def begin_turn(self, rollout: int, now: float) -> None:
+        engine = self.engines[self.home[rollout]]
+        engine.advance(now)
+        engine.stalled_until = max(now, engine.stalled_until) + self.prefill_s[self.turn[rollout]]
+        heapq.heappush(engine.running, (engine.steps + self.tokens[rollout], rollout))
+        self.plan_end(int(self.home[rollout]))
+
+    def end_turn(self, number: int, now: float) -> int:
+        """End the turn that an engine finishes now. Returns its rollout."""
+        self.engines[number].advance(now)
+        _, rollout = heapq.heappop(self.engines[number].running)
+        self.plan_end(number)
+        self.turn[rollout] += 1
+        return rollout
+
+    def admit(self, now: float) -> None:
+        while self.started < len(self.tokens) and self.running < self.layout.max_running:
+            if self.started // self.per_step > self.published + self.layout.max_lag:
+                return
+            self.home[self.started] = min(range(len(self.engines)), key=lambda i: len(self.engines[i].running))
+            self.begin_turn(self.started, now)
+            self.started, self.running = self.started + 1, self.running + 1

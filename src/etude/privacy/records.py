@@ -5,6 +5,7 @@ damaged."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -156,27 +157,23 @@ class RecordStore:
         """Return the records of a response, one for each answer."""
         return self._select("response_id = ?", response_id)
 
-    def served(self, *, after: tuple[float, str] = (0.0, ""), until: float, limit: int) -> list[Captured]:
-        """Return at most `limit` records that were served by the Unix time `until`, the oldest first.
+    def served(
+        self,
+        *,
+        after: tuple[float, str] = (0.0, ""),
+        until: float = math.inf,
+        level: Level = Level.OFF,
+        limit: int,
+    ) -> list[Captured]:
+        """Return at most `limit` records that were captured under at least `level` and served by the Unix time `until`.
 
-        `after`: only those that come after this time and record id."""
-        sql = (
-            f"SELECT {_COLUMNS} FROM records WHERE (at, record_id) > (?, ?) AND at <= ? AND expires > ?"
-            " ORDER BY at, record_id LIMIT ?"
-        )
-        with reported(self._path):
-            rows = self._db.execute(sql, (*after, until, time.time(), limit)).fetchall()
-        return list(_captured(rows))
+        The oldest come first. `after`: only those that come after this time and record id."""
+        where = "(at, record_id) > (?, ?) AND at <= ? AND level >= ?"
+        return self._select(where, *after, until, int(level), limit=limit)
 
     def find(self, record_ids: Collection[str]) -> list[Captured]:
         """Return the records with these ids. Ids without a record are left out."""
         return [one for record_id in record_ids for one in self._select("record_id = ?", record_id)]
-
-    def captured_at(self, level: Level, *, since: float, limit: int) -> list[Captured]:
-        """Return the records that were captured under at least this level and served from `since` on (Unix time in s).
-
-        They are in order of time, the oldest first; at most `limit` of them."""
-        return self._select("level >= ? AND at >= ?", int(level), since, limit=limit)
 
     def read(self, captured: Captured) -> Content:
         """Read and decrypt a record. Raises `SubjectErased` if it or its key was destroyed, and `RecordDamaged` if it

@@ -89,7 +89,7 @@ def find_episodes(
     Answers are left out whose subject does not allow training now, that were captured under a lower level, or that
     cannot be read. At most `limit` answers are read, the oldest ones. `taken`: returns those of these record ids that
     were trained on; an answer that continues one of them begins an episode of its own."""
-    found = folder.records.captured_at(Level.TRAIN, since=since, limit=limit)
+    found = folder.records.served(after=(since, ""), level=Level.TRAIN, limit=limit)
     usable = folder.usable([one.record_id for one in found], Level.TRAIN)
     usable -= set(taken(usable))
     served = list[tuple[Captured, Content]]()

@@ -5,7 +5,7 @@ A request becomes a turn of the episode (`Episode.ask`), sampled with the run's 
 their library retries after a timeout, or they lost the connection. A repeated request samples nothing: it waits for the
 first one, or gets its answer. A request is taken as repeated if
 
-- it says that it is a retry (`Asking.retry`), or has the idempotency key of an earlier one;
+- it says that it is a retry (`AgentRequest.retry`), or has the idempotency key of an earlier one;
 - it equals an earlier request whose client went away before the answer was delivered.
 
 Any other equal request is sampled anew, since a program may want several samples. When a client goes away, its turn is
@@ -45,7 +45,7 @@ _OUTPUT_CHARS = 10_000  # of a tool's output in the trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asking:
+class AgentRequest:
     """A request of an agent program: its content, and the fields by which a repetition of an earlier request is
     recognised.
 
@@ -58,7 +58,7 @@ class Asking:
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class AcceptedRequest:
     """An accepted request and its answers. All attempts of a client to send it share one instance.
 
     - `key`: a digest of conversation and limits, equal for equal requests.
@@ -103,8 +103,8 @@ class Attribution:
         self.context_full = False  # the last request did not fit into the context
         self.failed = asyncio.Event()  # the episode has failed or ended: the program should stop
         self._side, self._log = tuple(side), log
-        self._by_key: dict[bytes, list[Asked]] = {}
-        self._by_idempotency: dict[str, Asked] = {}
+        self._by_key: dict[bytes, list[AcceptedRequest]] = {}
+        self._by_idempotency: dict[str, AcceptedRequest] = {}
         self._running = set[asyncio.Task[tuple[Answer, ...]]]()
         self._logged, self._closed = set[str](), False
         self._conversations: dict[bytes, int] = {}  # by their first message
@@ -112,7 +112,7 @@ class Attribution:
         trigger = trigger_tokens(episode.options.group_seed, context_tokens=episode.limits.context_tokens)
         self._summaries = Summaries(episode.tree, episode.chat, limits, trigger=trigger) if limits else None
 
-    def ask(self, asking: Asking) -> Asked:
+    def ask(self, request: AgentRequest) -> AcceptedRequest:
         """Accept a request and begin to sample its answers. If it repeats an earlier request, return that one instead.
 
         Raises `EpisodeEnded` when the rollout has ended or has used `max_requests`, and `TooManyRequests`."""
@@ -123,44 +123,44 @@ class Attribution:
         if self._closed or self.episode.ending is not None:
             self.failed.set()
             raise EpisodeEnded(self.episode.ending or Ending.STOPPED)
-        chat = asking.chat
+        chat = request.chat
         limits = f"|{chat.n}|{chat.max_tokens}|{chat.stop}".encode()
         key = hashlib.sha256(conversation_keys(chat.tools, chat.messages)[-1] + limits).digest()
-        if (earlier := self._repeated(key, asking)) is not None:
+        if (earlier := self._repeated(key, request)) is not None:
             self.num_joined += 1
             return earlier
         if len(self._running) >= MAX_PARALLEL:
             raise TooManyRequests
         identity = hashlib.sha256(f"{self.episode.options.session_id}|{self.num_requests}".encode()).hexdigest()[:32]
         head = ResponseHead(identity, chat.model, int(time.time()))
-        asked = Asked(key, head, asyncio.create_task(self._sample(asking), name="ask the policy"))
-        self._running.add(asked.answers)
-        asked.answers.add_done_callback(lambda _: self._ended(asked))
-        self._by_key.setdefault(key, []).append(asked)
-        if asking.idempotency_key:
-            self._by_idempotency[asking.idempotency_key] = asked
-        return asked
+        accepted = AcceptedRequest(key, head, asyncio.create_task(self._sample(request), name="ask the policy"))
+        self._running.add(accepted.answers)
+        accepted.answers.add_done_callback(lambda _: self._ended(accepted))
+        self._by_key.setdefault(key, []).append(accepted)
+        if request.idempotency_key:
+            self._by_idempotency[request.idempotency_key] = accepted
+        return accepted
 
-    def _repeated(self, key: bytes, asking: Asking) -> Asked | None:
-        if asking.idempotency_key and (known := self._by_idempotency.get(asking.idempotency_key)) is not None:
+    def _repeated(self, key: bytes, request: AgentRequest) -> AcceptedRequest | None:
+        if request.idempotency_key and (known := self._by_idempotency.get(request.idempotency_key)) is not None:
             return known
         equal = [one for one in self._by_key.get(key, ()) if not one.delivered]
         lost = next((one for one in equal if not one.num_clients), None)  # nobody waits for it any more
-        if lost is not None or not asking.retry:
+        if lost is not None or not request.retry:
             return lost
         return next(iter(equal or self._by_key.get(key, [])[-1:]), None)
 
-    def _ended(self, asked: Asked) -> None:
-        self._running.discard(asked.answers)
-        if asked.answers.cancelled() or asked.answers.exception() is not None:  # a repetition asks anew
-            self._by_key[asked.key].remove(asked)
-            self._by_idempotency = {k: v for k, v in self._by_idempotency.items() if v is not asked}
+    def _ended(self, accepted: AcceptedRequest) -> None:
+        self._running.discard(accepted.answers)
+        if accepted.answers.cancelled() or accepted.answers.exception() is not None:  # a repetition asks anew
+            self._by_key[accepted.key].remove(accepted)
+            self._by_idempotency = {k: v for k, v in self._by_idempotency.items() if v is not accepted}
         if self.episode.failure is not None or self.episode.ending is not None:
             self.failed.set()
 
-    async def _sample(self, asking: Asking) -> tuple[Answer, ...]:
+    async def _sample(self, request: AgentRequest) -> tuple[Answer, ...]:
         try:
-            answers = [await self._turn(asking.chat) for _ in range(asking.chat.n)]
+            answers = [await self._turn(request.chat) for _ in range(request.chat.n)]
         except ContextFull as error:
             self.context_full = True
             self._once(f"a request did not fit: {error.facts}")

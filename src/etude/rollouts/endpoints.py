@@ -41,7 +41,14 @@ from etude.gateway.dialects import messages
 from etude.gateway.errors import context_exceeded, from_error, invalid_request, openai_error
 from etude.harness.episode import Episode, EpisodeEnded, Refusal
 from etude.http_server import bind, disconnected, run_http_server
-from etude.rollouts.attribution import MAX_ANSWERS, MAX_PARALLEL, Asked, Asking, Attribution, TooManyRequests
+from etude.rollouts.attribution import (
+    MAX_ANSWERS,
+    MAX_PARALLEL,
+    AcceptedRequest,
+    AgentRequest,
+    Attribution,
+    TooManyRequests,
+)
 
 MAX_BODY_BYTES = 16 << 20
 BODY_S = 60.0
@@ -164,40 +171,40 @@ class RolloutEndpoints:
     async def _chat(self, dialect: Dialect, request: Request, send: Send) -> None:
         chat = await self._read(dialect.read, request)
         retry = request.headers.get("x-stainless-retry-count", "0")
-        asking = Asking(
+        sent = AgentRequest(
             chat=chat,
             retry=retry.isdigit() and int(retry) > 0,
             idempotency_key=request.headers.get("idempotency-key", ""),
         )
         try:
-            asked = self._attribution.ask(asking)
+            accepted = self._attribution.ask(sent)
         except (EpisodeEnded, TooManyRequests) as error:
             raise _refusal(error, self._episode) from None
         gone = asyncio.create_task(disconnected(request))
-        asked.num_clients += 1
+        accepted.num_clients += 1
         try:
-            answered = await _wait(asked, gone, KEEP_ALIVE_S if chat.stream else None)
+            answered = await _wait(accepted, gone, KEEP_ALIVE_S if chat.stream else None)
             if gone.done():
                 return
-            answers = self._answers(asked) if answered else ()  # an error has an HTTP status
+            answers = self._answers(accepted) if answered else ()  # an error has an HTTP status
             if chat.stream:
-                events = self._events(dialect, request, asked, chat, gone, answers=answers)
+                events = self._events(dialect, request, accepted, chat, gone, answers=answers)
                 headers = {"cache-control": "no-cache"}
                 response: Response = StreamingResponse(events, media_type="text/event-stream", headers=headers)
                 await response(request.scope, request.receive, send)
             else:
-                response = JSONResponse(dialect.body(chat, asked.head, answers))
+                response = JSONResponse(dialect.body(chat, accepted.head, answers))
                 await response(request.scope, request.receive, send)
-                asked.delivered = True
+                accepted.delivered = True
         finally:
-            asked.num_clients -= 1
+            accepted.num_clients -= 1
             gone.cancel()
             await asyncio.gather(gone, return_exceptions=True)
 
-    def _answers(self, asked: Asked) -> tuple[Answer, ...]:
+    def _answers(self, accepted: AcceptedRequest) -> tuple[Answer, ...]:
         """Return the answers of a request that has ended. Raises `RequestRefused` when there are none."""
         try:
-            return asked.answers.result()
+            return accepted.answers.result()
         except (EtudeError, asyncio.CancelledError) as error:
             raise _refusal(error, self._episode) from None
 
@@ -205,20 +212,20 @@ class RolloutEndpoints:
         self,
         dialect: Dialect,
         request: Request,
-        asked: Asked,
+        accepted: AcceptedRequest,
         chat: ChatRequest,
         gone: asyncio.Task[None],
         *,
         answers: tuple[Answer, ...],
     ) -> AsyncIterator[bytes]:
-        stream = dialect.stream(chat, asked.head, self._episode.chat)
+        stream = dialect.stream(chat, accepted.head, self._episode.chat)
         while not answers:
             yield stream.ping
-            answered = await _wait(asked, gone, KEEP_ALIVE_S)
+            answered = await _wait(accepted, gone, KEEP_ALIVE_S)
             if gone.done():
                 return
             try:
-                answers = self._answers(asked) if answered else ()
+                answers = self._answers(accepted) if answered else ()
             except RequestRefused as refused:
                 self._note_refusal(request, refused)
                 yield stream.error(refused)
@@ -230,7 +237,7 @@ class RolloutEndpoints:
             yield event
             if gone.done():
                 return
-        asked.delivered = True
+        accepted.delivered = True
 
     async def _count(self, chat: ChatRequest) -> int:
         try:
@@ -385,10 +392,10 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _wait(asked: Asked, gone: asyncio.Task[None], timeout_s: float | None) -> bool:
+async def _wait(accepted: AcceptedRequest, gone: asyncio.Task[None], timeout_s: float | None) -> bool:
     """Wait for the answers, for the end of the connection, or `timeout_s` seconds. Returns whether it is answered."""
-    await asyncio.wait({asked.answers, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    return asked.answers.done()
+    await asyncio.wait({accepted.answers, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    return accepted.answers.done()
 
 
 def _no_endpoint(method: str, path: str, *, machine: bool) -> RequestRefused:

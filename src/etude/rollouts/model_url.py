@@ -169,15 +169,15 @@ class UrlPolicy:
             body = {k: v for k, v in self._wire.body(self.endpoint.model, request).items() if k not in self._left_out}
             if "max_completion_tokens" in self._left_out:
                 body["max_tokens"] = request.sampling.max_tokens
-            status, said = await self._post(body)
+            status, content = await self._post(body)
             if status == 200:
-                return self._read(said)
-            refused = next((name for name in _OPTIONAL if name in body and name.encode() in said), None)
-            if status in (400, 422) and refused is not None and not _says_too_long(status, said):
+                return self._read(content)
+            refused = next((name for name in _OPTIONAL if name in body and name.encode() in content), None)
+            if status in (400, 422) and refused is not None and not _says_too_long(status, content):
                 self._left_out.add(refused)
                 continue
             if (status not in _AGAIN and status != 0) or time.monotonic() + pause > give_up:
-                raise self._refusal(status, said)
+                raise self._refusal(status, content)
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, 20.0)
 
@@ -190,24 +190,24 @@ class UrlPolicy:
         url = f"{self.endpoint.url.rstrip('/').removesuffix('/v1')}/v1{self._wire.path}"
         try:
             async with self._session.post(url, json=body, headers=self._wire.headers(key)) as answer:
-                said = await answer.content.read(MAX_ANSWER_BYTES + 1)
-                while len(said) <= MAX_ANSWER_BYTES and (more := await answer.content.read(MAX_ANSWER_BYTES)):
-                    said += more
-                return answer.status, said
+                content = await answer.content.read(MAX_ANSWER_BYTES + 1)
+                while len(content) <= MAX_ANSWER_BYTES and (more := await answer.content.read(MAX_ANSWER_BYTES)):
+                    content += more
+                return answer.status, content
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return 0, f"{type(error).__name__}: {error}".encode()
 
-    def _read(self, said: bytes) -> Answer:
+    def _read(self, content: bytes) -> Answer:
         try:
-            return self._wire.read(said)
+            return self._wire.read(content)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            facts = f"{type(error).__name__}: {error}; it begins with {said[:80]!r}"
+            facts = f"{type(error).__name__}: {error}; it begins with {content[:80]!r}"
             hint = "use a server that follows the API, with the numbers of tokens (usage) in each answer"
             raise EngineError(f"the answer of {self.endpoint.url} cannot be read", facts, hint=hint) from None
 
-    def _refusal(self, status: int, said: bytes) -> EngineError:
-        text = said[:400].decode(errors="replace")
-        if _says_too_long(status, said):
+    def _refusal(self, status: int, content: bytes) -> EngineError:
+        text = content[:400].decode(errors="replace")
+        if _says_too_long(status, content):
             what = f"{self.endpoint.url} refuses a conversation that is too long"
             return ContextFull(what, text, hint="use a model with a longer context")
         if status == 0:
@@ -228,8 +228,8 @@ class UrlPolicy:
         return kind(f"{self.endpoint.url} refuses requests with status {status}", text, hint=hint)
 
 
-def _says_too_long(status: int, said: bytes) -> bool:
-    return status in (400, 413, 422) and any(word in said.lower() for word in _TOO_LONG)
+def _says_too_long(status: int, content: bytes) -> bool:
+    return status in (400, 413, 422) and any(word in content.lower() for word in _TOO_LONG)
 
 
 class UrlEpisode(Episode):
@@ -359,8 +359,8 @@ class _Chat:
         }
         return {**body, "tools": list(request.tools)} if request.tools else body
 
-    def read(self, said: bytes) -> Answer:
-        body = json.loads(said)
+    def read(self, content: bytes) -> Answer:
+        body = json.loads(content)
         choice, usage = body["choices"][0], body["usage"]
         message = choice["message"]
         calls = tuple(
@@ -409,8 +409,8 @@ class _Messages:
             ]
         return body
 
-    def read(self, said: bytes) -> Answer:
-        body = json.loads(said)
+    def read(self, content: bytes) -> Answer:
+        body = json.loads(content)
         usage = body["usage"]
         text = "".join(_text(part["text"]) for part in body["content"] if part["type"] == "text")
         calls = tuple(

@@ -117,17 +117,17 @@ class Launcher:
         self._sock = ours
         atexit.register(self._end)
         ours.settimeout(START_S)
-        said = json.loads(ours.recv(4096))
-        if "error" in said:
+        report = json.loads(ours.recv(4096))
+        if "error" in report:
             self._end()
-            facts = f"{self._command[0]} cannot import {', '.join(self._modules)}: {said['error']}"
+            facts = f"{self._command[0]} cannot import {', '.join(self._modules)}: {report['error']}"
             raise ConfigError(
                 "the modules of harness.program.warm cannot be imported",
                 facts,
                 hint="install the modules for this interpreter, or leave them out",
             )
-        if said.get("threads"):
-            self.notes = f"the warm modules started {said['threads']} threads, which forked programs do not have"
+        if report.get("threads"):
+            self.notes = f"the warm modules started {report['threads']} threads, which forked programs do not have"
         return ours
 
     def _end(self) -> None:
@@ -156,11 +156,11 @@ class Program:
 
         Has no deadline of its own. Raises `ConfigError` if the program could not be executed."""
         data = await asyncio.shield(self._ended)
-        said = json.loads(data or b"{}")
-        if "error" in said:
+        report = json.loads(data or b"{}")
+        if "error" in report:
             hint = "give the path of a program of this host, or one that is on PATH"
-            raise ConfigError("harness.program.argv cannot be executed", said["error"], hint=hint)
-        code = int(said.get("exit", LOST))
+            raise ConfigError("harness.program.argv cannot be executed", report["error"], hint=hint)
+        code = int(report.get("exit", LOST))
         return code if code >= 0 else 128 - code
 
     async def close(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +75,7 @@ class _Made:
     family: str
 
 
-class _Generated:
+class _Generated(ABC):
     """A `TaskSource` without end that draws tasks with `make` until one belongs to the split."""
 
     name: str
@@ -82,8 +83,8 @@ class _Generated:
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
-    def make(self, rng: random.Random) -> _Made:
-        raise NotImplementedError
+    @abstractmethod
+    def make(self, rng: random.Random) -> _Made: ...
 
     def size(self, split: Split) -> int | None:
         return None if split in _SPLITS else 0

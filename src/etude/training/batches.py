@@ -68,21 +68,6 @@ def split_documents(documents: TokenizedDocuments, *, document_tokens: int) -> S
     return pieces[documents.num_targets(pieces) > 0]
 
 
-def rank_share(spans: Spans, rank: int, ranks: int) -> Spans:
-    """Return a rank's part of a batch.
-
-    Documents are assigned from the longest to the shortest, each to the rank with the fewest tokens so far."""
-    lengths = spans[:, 1] - spans[:, 0]
-    load = [0] * ranks
-    mine = []
-    for i in np.argsort(-lengths, kind="stable"):
-        lightest = load.index(min(load))
-        load[lightest] += int(lengths[i])
-        if lightest == rank:
-            mine.append(int(i))
-    return spans[sorted(mine)]
-
-
 def group_by_budget(lengths: Sequence[int], budget: int) -> Iterator[slice]:
     """Yield slices of consecutive items with a total length of at most `budget`. A longer item is alone.
 

@@ -122,7 +122,7 @@ class LoadRequest:
         return published if self.operators.storage_dtype is published else torch.float32
 
     @property
-    def held_dtype(self) -> torch.dtype:
+    def weight_dtype(self) -> torch.dtype:
         """The dtype in which trained weights are in memory.
 
         It is bf16 if `masters` is bf16 and the operators multiply bf16 with bf16; otherwise float32."""
@@ -190,16 +190,16 @@ def load_trainable(request: LoadRequest) -> Trainable:
     request.check_kind()
     path, config, device = request.path, request.config, request.device
     if not config.lora_rank:
-        model = load_model(path, operators=request.operators, held=request.held_dtype).to(device)
+        model = load_model(path, operators=request.operators, weight_dtype=request.weight_dtype).to(device)
         return FullWeights(set_recompute(model, config.recompute), config.weights, request.quantise, path)
     base = request.base
-    model = load_model(base, operators=LoraOperators(request.operators), held=request.frozen_dtype).to(device)
+    model = load_model(base, operators=LoraOperators(request.operators), weight_dtype=request.frozen_dtype).to(device)
     adapter_config, tensors = request.adapter(set_recompute(model, config.recompute))
     if request.resumed:
-        adapters = merge_adapter(model, adapter_config, tensors, str(path), held=request.held_dtype)
+        adapters = merge_adapter(model, adapter_config, tensors, str(path), weight_dtype=request.weight_dtype)
     else:
         kind = stored_dtype(config.weights)
-        adapters = Adapters(model, adapter_config, dtype=kind, held=request.held_dtype)
+        adapters = Adapters(model, adapter_config, dtype=kind, weight_dtype=request.weight_dtype)
         round_parameters(model, kind)
         adapters.draw(request.seed)
     return LoraWeights(model, adapters, config.weights, base)

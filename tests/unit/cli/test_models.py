@@ -14,7 +14,7 @@ from etude.cli import main
 from etude.errors import CheckpointError
 from etude.models import Transformer, save_model
 from etude.models.checkpoint_files import load_tensors, save_tensors
-from etude.models.config import FAMILY_NAMES, family_of
+from etude.models.family_lookup import FAMILY_NAMES, family_of
 from etude.models.inspection import MOST, inspect
 
 

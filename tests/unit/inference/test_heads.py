@@ -24,7 +24,7 @@ from etude.inference.metrics import Load
 from etude.inference.scheduler import Sequence
 from etude.models import ModelConfig, Transformer
 from etude.models.attention import Packed
-from etude.models.config import family_of
+from etude.models.family_lookup import family_of
 from etude.models.mtp import apply_head, head_logits, trunk_output
 from etude.numerics.exact.operators import Exact
 from etude.numerics.native import Native

@@ -22,7 +22,8 @@ from etude.loop.preflight import (
     log_short_splits,
     log_unused_model_settings,
 )
-from etude.models.config import ModelConfig, family_of
+from etude.models.config import ModelConfig
+from etude.models.family_lookup import family_of
 from etude.records.task import Answer, Split, Task
 from etude.tasks import RepairSource
 from etude.testing import ListSource

@@ -20,8 +20,8 @@ from etude.errors import CheckpointError, ConfigError
 from etude.models import ModelConfig, Packed, Transformer, hf_views, load_model, save_model
 from etude.models.checkpoint_files import load_tensors, save_tensors
 from etude.models.components import Routing, Scores
-from etude.models.config import FAMILY_NAMES
 from etude.models.experts import choose
+from etude.models.family_lookup import FAMILY_NAMES
 from etude.models.headers import check_weights, hf_weight_shapes
 from etude.models.quantised_storage import FP8_BLOCK, FP8_SCALE
 from etude.numerics import Native

@@ -13,7 +13,7 @@ import pytest
 from etude.config import build, to_plain
 from etude.errors import CheckpointError, ConfigError, PluginRefused
 from etude.models import ModelConfig
-from etude.models.config import FAMILY_NAMES, OWN_FAMILIES, family_of
+from etude.models.family_lookup import FAMILY_NAMES, OWN_FAMILIES, family_of
 
 ROTARY = {"rotary_dim": 2}
 WINDOW = {"sliding_window": 4, "sliding_layers": [0]}

@@ -13,7 +13,7 @@ from etude.errors import CheckpointError, ConfigError
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
 from etude.models.attention import Packed
 from etude.models.checkpoint_files import load_tensors, save_tensors
-from etude.models.config import family_of
+from etude.models.family_lookup import family_of
 from etude.models.headers import read_model_config, weight_shapes
 from etude.models.mtp import apply_head, head_logits, trunk_of, trunk_output
 from etude.models.transformer import resize_heads

@@ -72,7 +72,7 @@ def test_router_head_and_norms_are_the_inner_operators_own() -> None:
 
 
 def test_every_operator_but_the_rounded_ones_is_asked_of_the_inner() -> None:
-    class Told(Operators):
+    class Told(Native):
         def __getattribute__(self, name: str) -> object:
             told.append(name)
             return super().__getattribute__(name)

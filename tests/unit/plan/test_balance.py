@@ -9,38 +9,26 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.plan.models import QWEN
 
 from etude import cli
 from etude.errors import Exit
-from etude.models.config import ModelConfig
 from etude.plan import Layout, Shape, Training, device, plan
 from etude.plan.balance import balance, variations
 from etude.plan.simulation import simulate_steps
 
-MODEL = ModelConfig(
-    hidden_size=2048,
-    num_layers=48,
-    num_heads=32,
-    num_kv_heads=4,
-    head_dim=128,
-    vocab_size=151936,
-    expert_size=768,
-    num_experts=128,
-    top_k=8,
-    context_tokens=32768,
-)
 SHAPE = Shape(16, 8, turns=4.0, prompt_tokens=2000.0, sampled_tokens=4000.0, tool_tokens=2000.0, tool_s=1.0)
 LAYOUT = Layout(learner_ranks=8, engines=4, max_running=256, max_lag=4, training=Training(recompute=True))
 H200 = device("h200")
 
 
 def test_the_balance_is_the_fewest_engines_with_which_the_learner_does_not_wait() -> None:
-    found = balance(MODEL, SHAPE, LAYOUT, H200, check=False)
+    found = balance(QWEN, SHAPE, LAYOUT, H200, check=False)
     assert found.engines > 4
 
     def bound(engines: int) -> str:
         layout = replace(LAYOUT, engines=engines, max_running=64 * engines)
-        return plan(MODEL, SHAPE, layout, H200).bound_by
+        return plan(QWEN, SHAPE, layout, H200).bound_by
 
     assert bound(found.engines) == "the learner"
     assert bound(found.engines - 1) == "the engines"
@@ -51,14 +39,14 @@ def test_half_of_the_rollouts_trained_on_needs_more_engines_and_faster_engines_f
     given = (SHAPE, LAYOUT, H200, H200)
     changes = variations(SHAPE)
     plain, half, faster = (
-        balance(MODEL, *changes[name](given), check=False).engines
+        balance(QWEN, *changes[name](given), check=False).engines
         for name in ("as given", "half of the rollouts trained on", "decoding at 4/3 of its share")
     )
     assert faster < plain < half
 
 
 def test_rollouts_that_are_too_long_for_any_number_of_engines_have_no_balance() -> None:
-    assert balance(MODEL, replace(SHAPE, tool_s=1e5), LAYOUT, H200, check=False).engines == 0
+    assert balance(QWEN, replace(SHAPE, tool_s=1e5), LAYOUT, H200, check=False).engines == 0
 
 
 @settings(max_examples=30, deadline=None)

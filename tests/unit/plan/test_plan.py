@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.unit.plan.models import QWEN
 
 from etude import cli
 from etude.config import to_toml
@@ -55,18 +56,6 @@ from etude.training.muon import Muon
 from etude.training.process_group import SINGLE_PROCESS
 from etude.training.trainable import lora_modules
 
-QWEN = ModelConfig(  # Qwen3-30B-A3B as its maker describes it: 30.5B parameters, 3.3B active
-    hidden_size=2048,
-    num_layers=48,
-    num_heads=32,
-    num_kv_heads=4,
-    head_dim=128,
-    vocab_size=151936,
-    expert_size=768,
-    num_experts=128,
-    top_k=8,
-    context_tokens=32768,
-)
 SHAPE = Shape(16, 16, turns=20.0, prompt_tokens=4000.0, sampled_tokens=8000.0, tool_tokens=8000.0, tool_s=1.0)
 WIDE = Layout(learner_ranks=8, engines=8, max_sequences=16, kv_tokens=16 * 32768, max_running=96)
 CPU = Measured(

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from etude.errors import TaskError
 from etude.training import read_corpus, train_tokenizer, write_corpus
-from etude.training.batches import group_by_budget, plan_batches, rank_share, split_documents
+from etude.training.batches import group_by_budget, plan_batches, split_documents
 from etude.training.corpus import Answered, Documents
 
 SPECIAL = ("<|pad|>", "<|user|>", "<|end|>")
@@ -106,16 +106,6 @@ def test_later_epochs_are_shuffled_anew_and_a_plan_repeats() -> None:
     again = plan_batches(docs, num_tokens=400, batch_tokens=8, document_tokens=8, seed=3)
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert not np.array_equal(np.concatenate(first[:25]), np.concatenate(first[25:]))
-
-
-@given(lengths=st.lists(st.integers(2, 50), max_size=20), ranks=st.integers(1, 4))
-def test_shares_of_the_ranks_are_the_batch_and_balanced(lengths: list[int], ranks: int) -> None:
-    stops = np.cumsum([0, *lengths])
-    batch = np.stack([stops[:-1], stops[1:]], 1).astype(np.int64)
-    shares = [rank_share(batch, rank, ranks) for rank in range(ranks)]
-    assert sorted(map(tuple, np.concatenate(shares).tolist())) == sorted(map(tuple, batch.tolist()))
-    loads = [int((s[:, 1] - s[:, 0]).sum()) for s in shares]
-    assert max(loads) - min(loads) <= max(lengths, default=0)
 
 
 @given(st.lists(st.integers(0, 20), max_size=30), st.integers(1, 25))

@@ -180,7 +180,7 @@ def test_one_process_resumes_a_checkpoint_of_ranks_whose_transformers_files_are_
     assert (one.step, one.optimizer.num_steps) == (2, 2)
     assert one.version is not None
     assert one.version.digest == alone.digests[-1]
-    whole = load_model(job.save, held=torch.float32)
+    whole = load_model(job.save, weight_dtype=torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), one.model.parameters(), strict=True))
     with pytest.raises(CheckpointError, match="optimizer = 'adamw'"):
         TorchLearner(replace(CONFIG, optimizer=OptimizerKind.MUON)).load(job.save)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from etude.gateway.requests import ChatRequest
 from etude.records.wire import I32
 
 
-class EventStream:
+class EventStream(ABC):
     """The server-sent events of one streamed response, as bytes. Each dialect has a subclass. It does no I/O itself.
 
     Call `start`, then `tokens` for each part that the policy samples, `finish` once with each complete answer, then
@@ -58,9 +59,9 @@ class EventStream:
         """Yield the last events of the response, when all answers are finished."""
         yield from ()
 
+    @abstractmethod
     def error(self, refused: RequestRefused) -> bytes:
         """Return the event of an error, the last of the stream. The vendor's clients raise it as an exception."""
-        raise NotImplementedError
 
     def _pieces(self, reasoning: str, text: str, index: int) -> Iterator[bytes]:
         if reasoning:
@@ -71,14 +72,14 @@ class EventStream:
     def _start(self, num_prompt: int) -> Iterator[bytes]:
         yield from ()
 
-    def _reasoning(self, piece: str, index: int) -> Iterator[bytes]:
-        raise NotImplementedError
+    @abstractmethod
+    def _reasoning(self, piece: str, index: int) -> Iterator[bytes]: ...
 
-    def _text(self, piece: str, index: int) -> Iterator[bytes]:
-        raise NotImplementedError
+    @abstractmethod
+    def _text(self, piece: str, index: int) -> Iterator[bytes]: ...
 
-    def _finish(self, answer: Answer, index: int) -> Iterator[bytes]:
-        raise NotImplementedError
+    @abstractmethod
+    def _finish(self, answer: Answer, index: int) -> Iterator[bytes]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -174,14 +175,14 @@ class CompletionStream(EventStream):
     def _text(self, piece: str, index: int) -> Iterator[bytes]:
         yield self._event(self._content(piece), index)
 
-    def _content(self, piece: str) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _content(self, piece: str) -> dict[str, Any]: ...
 
     def _calls(self, answer: Answer, index: int) -> Iterator[dict[str, Any]]:
         yield from ()
 
-    def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
-        raise NotImplementedError
+    @abstractmethod
+    def _logprobs(self, answer: Answer) -> dict[str, Any] | None: ...
 
     def _header(self) -> dict[str, Any]:
         return {**self._head, "system_fingerprint": self._fingerprint}

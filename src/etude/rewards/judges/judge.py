@@ -18,7 +18,7 @@ from etude.errors import ConfigError
 from etude.prices import UNKNOWN, TokenPrices
 from etude.rewards.judges.asking import Asker, NoReply, Reply
 from etude.rewards.judges.evidence import Evidence
-from etude.rewards.judges.questions import FIRST, TIE, WORDING, Asking, Question
+from etude.rewards.judges.questions import FIRST, TIE, WORDING, Question, QuestionMaker
 from etude.rewards.judges.rubrics import Aspect, Rubric
 from etude.rewards.judges.store import JudgeStore, Stored
 from etude.rewards.judges.verdicts import Form, NoVerdict, read_reply
@@ -87,7 +87,7 @@ class Judge:
     _pending: dict[bytes, asyncio.Task[Verdict]] = field(default_factory=dict, init=False, repr=False)
     _places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = field(default=None, init=False, repr=False)
     _paused_until: float = field(default=0.0, init=False, repr=False)
-    _asking: Asking | None = field(default=None, init=False, repr=False)
+    _maker: QuestionMaker | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_form(self.form, self.rubric, tuned=self.tuned)
@@ -99,8 +99,8 @@ class Judge:
         """Ask for the score of a work.
 
         The verdict's value is an integer on the aspect's scale, with `Form.TOKEN` a float; None without a verdict."""
-        asking = await self._asked_as()
-        return await self._known_or_asked(asking.about_one(aspect, work), self._key("one", aspect, [work]))
+        maker = await self._question_maker()
+        return await self._known_or_asked(maker.about_one(aspect, work), self._key("one", aspect, [work]))
 
     async def compare(self, aspect: Aspect, first: Evidence, second: Evidence) -> Verdict:
         """Ask twice which of two works is better, once in each order.
@@ -123,10 +123,10 @@ class Judge:
 
         The value of a verdict is FIRST, SECOND or TIE, and refers to the order in which the question showed the works.
         So in the second verdict, FIRST means the argument `second`."""
-        asking = await self._asked_as()
+        maker = await self._question_maker()
         orders = [(first, second), (second, first)]
         return await asyncio.gather(
-            *(self._known_or_asked(asking.about_two(aspect, *one), self._key("two", aspect, one)) for one in orders)
+            *(self._known_or_asked(maker.about_two(aspect, *one), self._key("two", aspect, one)) for one in orders)
         )
 
     async def rank(self, aspect: Aspect, works: Sequence[Evidence]) -> list[Verdict]:
@@ -138,10 +138,10 @@ class Judge:
         distinct = sorted({work.digest: work for work in works}.items())
         if len(distinct) == 1:
             return [Verdict(0.5, "all have the same evidence") for _ in works]
-        asking = await self._asked_as()
+        maker = await self._question_maker()
         shown = [[work for _, work in distinct], [work for _, work in reversed(distinct)]]
         answers = await asyncio.gather(
-            *(self._known_or_asked(asking.about_all(aspect, order), self._key("all", aspect, order)) for order in shown)
+            *(self._known_or_asked(maker.about_all(aspect, order), self._key("all", aspect, order)) for order in shown)
         )
         for answer in answers:
             if answer.value is None:
@@ -161,11 +161,11 @@ class Judge:
         parts = (what, self.version, self.rubric.digest(aspect), [work.digest for work in works])
         return hashlib.sha256(json.dumps(parts).encode()).digest()
 
-    async def _asked_as(self) -> Asking:
-        if self._asking is None:
+    async def _question_maker(self) -> QuestionMaker:
+        if self._maker is None:
             secret = await asyncio.to_thread(self.store.secret)
-            self._asking = Asking(self.rubric, self.form, self.limits.max_chars, self.hide, secret, self.tuned)
-        return self._asking
+            self._maker = QuestionMaker(self.rubric, self.form, self.limits.max_chars, self.hide, secret, self.tuned)
+        return self._maker
 
     async def _known_or_asked(self, question: Question, key: bytes) -> Verdict:
         if key not in self._pending:

@@ -56,7 +56,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Asking:
+class QuestionMaker:
     """Makes the questions to a judge from a rubric.
 
     `max_chars`: characters of evidence in one question. `hide`: names to replace in it. `secret`: the key from which

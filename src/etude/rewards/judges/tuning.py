@@ -18,7 +18,7 @@ from etude.records.rollout import Graded
 from etude.rewards.judges.calibration import Half, Label, read_labels
 from etude.rewards.judges.evidence import Evidence, Section
 from etude.rewards.judges.judge import check_form
-from etude.rewards.judges.questions import Asking
+from etude.rewards.judges.questions import QuestionMaker
 from etude.rewards.judges.rubrics import Aspect, Rubric, read_rubric
 from etude.rewards.judges.verdicts import Form
 
@@ -36,12 +36,12 @@ def exchanges(
         hint = "add labels: a hash puts each into the half for tuning or the half for reporting"
         raise InputError("no label is in the half for tuning", hint=hint)
     secret = hashlib.sha256(f"exchanges {seed}".encode()).digest()
-    asking = Asking(rubric, Form.TOKEN, max_chars, hide, secret, tuned=True)
+    maker = QuestionMaker(rubric, Form.TOKEN, max_chars, hide, secret, tuned=True)
     for label in random.Random(f"exchanges {seed}").sample(labels, len(labels)):
         if label.other is not None:
             facts, hint = "a label compares two works", "give a score to each of the two works"
             raise InputError("a judge is tuned only with labels that score one work", facts, hint=hint)
-        yield Exchange(asking.about_one(label.aspect, label.work).user, str(label.score))
+        yield Exchange(maker.about_one(label.aspect, label.work).user, str(label.score))
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,8 @@ class ShardedLora(ShardedWeights):
         digest = _digest(base, kind, group)
         with group.propagate_errors("adapter"):
             config, tensors = request.adapter(model)
-            held, device = request.held_dtype, mesh.device
-            self.adapters = Adapters(model, config, dtype=kind, held=held, digest=digest, device=device)
+            weight_dtype, device = request.weight_dtype, mesh.device
+            self.adapters = Adapters(model, config, dtype=kind, weight_dtype=weight_dtype, digest=digest, device=device)
         self._fill(request, tensors, group)
         assert isinstance(model.operators, LoraOperators), "set by ShardedProcessGroup.load"
         model.operators.weights_move = True

@@ -181,8 +181,8 @@ class ShardedProcessGroup:
             model = set_recompute(meta_model(base, operators, mesh), config.recompute)
             if config.lora_rank:
                 model.cast(request.frozen_dtype)
-            elif request.held_dtype is not torch.float32:
-                model.cast(request.held_dtype)
+            elif request.weight_dtype is not torch.float32:
+                model.cast(request.weight_dtype)
             verify_weights(base, part=self.rank, parts=self.size)
         specs = shard_specs(model, mesh)
         parts = (model, self, specs, tensor_slices(model, specs, mesh), config.weights, base)

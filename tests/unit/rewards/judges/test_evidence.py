@@ -21,7 +21,7 @@ from etude.records.rollout import ToolCall
 from etude.records.task import Trust
 from etude.rewards.judges import Aspect, Evidence, Form, HttpAsker, Judge, JudgeStore, Rubric
 from etude.rewards.judges.evidence import Section, fenced
-from etude.rewards.judges.questions import Asking
+from etude.rewards.judges.questions import QuestionMaker
 from etude.rewards.judges.verdicts import NoVerdict, Scale, read_reply
 from etude.testing.rewards import finished
 
@@ -134,7 +134,7 @@ def test_a_judge_that_repeats_the_evidence_gives_no_verdict(form: Form) -> None:
 
 def test_codes_depend_on_the_evidence_and_a_secret_that_its_author_does_not_know() -> None:
     def question(text: str, secret: bytes) -> Any:
-        return Asking(RUBRIC, Form.JSON, 1000, (), secret).about_one(ASPECT, Evidence.of_text(text))
+        return QuestionMaker(RUBRIC, Form.JSON, 1000, (), secret).about_one(ASPECT, Evidence.of_text(text))
 
     first = question("a", b"1")
     assert first == question("a", b"1"), "the same question is asked in the same words"

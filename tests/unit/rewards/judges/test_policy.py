@@ -14,7 +14,7 @@ from tests.unit.rewards.judges.injections import INJECTIONS
 from etude.harness import ChatFormat
 from etude.records import Completion, CompletionRequest
 from etude.rewards.judges import Aspect, Evidence, Form, Judge, JudgeStore, Limits, PolicyAsker, Rubric, Verdict
-from etude.rewards.judges.questions import Asking
+from etude.rewards.judges.questions import QuestionMaker
 from etude.testing import EnginePolicy, ScriptedEngine
 
 ASPECT = Aspect("facts", "How many facts does it have?")
@@ -109,8 +109,8 @@ def test_no_injected_text_is_a_special_token_of_the_prompt(chat: ChatFormat) -> 
     assert len(special) == 3
 
     def of(text: str) -> list[int]:
-        asking = Asking(RUBRIC, Form.VALUE, 2000, (), b"secret")
-        question = asking.about_one(ASPECT, Evidence.of_text(text))
+        maker = QuestionMaker(RUBRIC, Form.VALUE, 2000, (), b"secret")
+        question = maker.about_one(ASPECT, Evidence.of_text(text))
         messages = [{"role": "system", "content": question.system}, {"role": "user", "content": question.user}]
         return [token for token in chat.encode_prompt(messages).tolist() if token in special]
 
