@@ -269,9 +269,7 @@ class ServedLoop:
             used = [one for found in privacy.records.records_of(list(rows)).values() for one in found]
         given, ended = self.users.acknowledged, self.ended
         lines = (folder / "events" / "conductor.jsonl").read_text().splitlines()
-        ours = [
-            one for one in lines if '"production.window"' in one and one.endswith("}")
-        ]  # a kill may cut the last one
+        ours = [one for one in lines if '"production.window"' in one and one.endswith("}")]  # or cut by a kill
         events = [one for one in map(json.loads, ours) if one["kind"] == "production.window"]
         ends = {one["number"]: one["result"] for one in events if one["state"] == "ended"}
         unchanged = sum(result.startswith("no change: ") for result in ends.values())  # no release was begun

@@ -41,13 +41,13 @@ class FeedbackSignals:
     def __init__(self, file: FeedbackFile) -> None:
         self._file = file
 
-    def values_of(self, response_ids: Sequence[str]) -> Values:
-        """Return the values of the signals about these responses, by name."""
-        found = dict[str, list[float]]()
+    def values_of(self, response_ids: Sequence[str]) -> dict[str, Values]:
+        """Return the values of the signals about these responses, by response and name."""
+        found = dict[str, dict[str, list[float]]]()
         for start in range(0, len(response_ids), _AT_ONCE):
             for one in self._file.signals(response_ids=response_ids[start : start + _AT_ONCE]):
-                found.setdefault(one.name, []).append(one.value)
-        return found
+                found.setdefault(one.response_id, {}).setdefault(one.name, []).append(one.value)
+        return {**found}
 
     def outcomes(self, since: float, metrics: Collection[str]) -> Iterable[Outcome]:
         """Yield the signals about answers that began at `since` (Unix time in s) or later, for the canary of a
