@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import re
@@ -142,10 +143,14 @@ num_tasks = 2
 """
 
 
+STUCK, STUCK_S = 20, 900.0  # starts, and seconds, after which a window should have gone on
+
+
 class ServedLoop:
     """`etude learn --releases` in processes of its own, on a finished run whose users come all the time.
 
-    `config`, `start`: of the game of `tests.conftest`. `cli`: the command line in `path`. Close it."""
+    `errors`: how often it ended with an error. `config`, `start`: of the game of `tests.conftest`. `cli`: the command
+    line in `path`. Close it."""
 
     def __init__(self, path: Path, config: Path, start: Path, cli: Any, *, num_users: int = 12) -> None:
         sets = ["rl.steps=2", "evals.every=50", "experience.max_lag=0", 'parity.over_budget="report"']
@@ -160,6 +165,8 @@ class ServedLoop:
         self.users = Users(self.played.folder, path)
         self._names = [f"user-{i}" for i in range(num_users)]
         self._process: subprocess.Popen[str] | None = None
+        self.errors = self._starts = 0
+        self._state, self._since = "", time.monotonic()
 
     async def _finish_rl(self) -> None:
         async with self.played.conductor() as conductor:
@@ -181,6 +188,7 @@ class ServedLoop:
 
     def start(self, *, cycles: int) -> subprocess.Popen[str]:
         """Start the loop."""
+        self._starts += 1
         self._process = self.cli.start("learn", *self.arguments(cycles=cycles), log=self.log)
         assert self._process is not None
         return self._process
@@ -200,11 +208,13 @@ class ServedLoop:
     def killed_at(self, delays: Sequence[float], target: Callable[[], str], *, cycles: int) -> list[str]:
         """Run until all kills are made, each so many seconds after the one before, and so many windows have ended.
 
-        Returns what was killed, and in which part of a cycle."""
+        Returns what was killed, and in which part of a cycle. A loop that ends with an error, such as a gate whose
+        evaluation was killed three times, is started again, as a supervisor does. Raises `AssertionError` if the window
+        stays in one state over `STUCK` starts or for `STUCK_S` seconds."""
         killed, waiting, began = list[str](), [*delays], time.monotonic()
         process = self.start(cycles=1_000_000)
         while waiting:
-            self._visit(process)
+            process = self._visit(process, cycles=1_000_000)
             if time.monotonic() - began >= waiting[0]:
                 waiting.pop(0)
                 killed.append(self._kill(process, target()))
@@ -215,14 +225,23 @@ class ServedLoop:
         process.wait(60)
         process = self.start(cycles=max(1, cycles - self.ended))
         while process.poll() is None:
-            self._visit(process)
+            process = self._visit(process, cycles=max(1, cycles - self.ended))
         assert process.returncode == Exit.DONE, self.log.read_text()[-4000:]
         return killed
 
-    def _visit(self, process: subprocess.Popen[str]) -> None:
-        assert process.poll() in (None, Exit.DONE), self.log.read_text()[-4000:]
+    def _visit(self, process: subprocess.Popen[str], *, cycles: int) -> subprocess.Popen[str]:
+        """Let all users come, and return the loop: a new one if it has ended with an error."""
         self.users.visit(self._names)
         time.sleep(1.0)  # what they said is read again at each look for a window
+        state = str(self.window)
+        if state != self._state:
+            self._state, self._since, self._starts = state, time.monotonic(), 0
+        stuck = self._starts > STUCK or time.monotonic() - self._since > STUCK_S
+        assert not stuck, f"no progress since {state}:\n{self.log.read_text()[-4000:]}"
+        if process.poll() in (None, Exit.DONE):
+            return process
+        self.errors += 1
+        return self.start(cycles=cycles)
 
     def _kill(self, process: subprocess.Popen[str], target: str) -> str:
         window = self.window
@@ -249,6 +268,11 @@ class ServedLoop:
         with PrivacyFolder(self.path / "privacy") as privacy:
             used = [one for found in privacy.records.records_of(list(rows)).values() for one in found]
         given, ended = self.users.acknowledged, self.ended
+        lines = (folder / "events" / "conductor.jsonl").read_text().splitlines()
+        ours = [one for one in lines if '"production.window"' in one and one.endswith("}")]  # or cut by a kill
+        events = [one for one in map(json.loads, ours) if one["kind"] == "production.window"]
+        ends = {one["number"]: one["result"] for one in events if one["state"] == "ended"}
+        unchanged = sum(result.startswith("no change: ") for result in ends.values())  # no release was begun
         releases = self.users.begun()
         with contextlib.closing(sqlite3.connect(self.path / "releases.sqlite")) as database:
             [counted] = database.execute("SELECT count(*) FROM outcomes").fetchone()
@@ -258,6 +282,8 @@ class ServedLoop:
         states = Counter(str(row.state) for row in rows.values())
         return {
             "windows_ended": ended,
+            "windows_without_change": unchanged,
+            "loops_ended_with_an_error": self.errors,
             "releases": dict(Counter(str(one.state) for one in releases)),
             "episodes": dict(states),
             "signals": len(given),
@@ -270,7 +296,7 @@ class ServedLoop:
             "bad_signals_twice": len(signals) - len(set(signals)),
             "bad_outcomes_twice": counted - distinct,
             "bad_releases_open": sum(one.is_open or one.pending is not None for one in releases),
-            "bad_releases_without_a_window": abs(len(releases) - ended),
+            "bad_releases_without_a_window": abs(len(releases) + unchanged - ended),
             "bad_stable_version": int(bool(promoted) and stable != promoted[-1]),
         }
 

@@ -5,7 +5,8 @@ signals all the time; no engine computes their answers, so the gateway is not ki
 
     python -m benchmarks.production.kills [--kills 50] [--cycles 3] [--every-s 20] [--seed 0]
 
-Between two kills are 0.5 to twice `--every-s` seconds. A count that begins with `bad_` must be 0."""
+Between two kills are 0.5 to twice `--every-s` seconds. It has no time limit: it ends by error only if a window makes
+no progress (`tests.production_users.STUCK`). A count that begins with `bad_` must be 0."""
 
 from __future__ import annotations
 

@@ -400,6 +400,17 @@ def test_a_release_of_the_run_passes_its_gate_is_served_by_branches_and_is_rolle
     finally:
         server.kill()
         server.communicate()
+    server = command.start("serve", "runs/tiny", "--port", "0")
+    try:
+        url = server.stdout.readline().split(" at ")[1].split()[0]
+        said = server.stdout.readline()
+        assert said.startswith("  tiny: the stable version, v000001-")
+        assert "; the newest is v000002-" in said
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+            assert versions() == {"v000001"}, "a candidate serves nobody, also without --releases"
+    finally:
+        server.kill()
+        server.communicate()
     refused = command(
         "release", "begin", "runs/tiny", "2", "--settings", "release.toml", "--set", "gate=[{suite='trained.toml'}]"
     )

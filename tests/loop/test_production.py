@@ -40,9 +40,8 @@ class Signals:
     def __init__(self) -> None:
         self.kept = dict[str, float]()
 
-    def values_of(self, response_ids: Sequence[str]) -> Values:
-        found = [self.kept[i] for i in response_ids if i in self.kept]
-        return {"kept": found} if found else {}
+    def values_of(self, response_ids: Sequence[str]) -> dict[str, Values]:
+        return {i: {"kept": [self.kept[i]]} for i in response_ids if i in self.kept}
 
 
 class Product:

@@ -244,7 +244,11 @@ def test_suites_of_the_gate_are_checked_before_a_window_is_trained(
     files = {"learn": LEARN, "release": RELEASE, "small": SUITE, "no_source": SUITE + NO_SOURCE}
     for name, text in files.items():
         (here.path / f"{name}.toml").write_text(text)
-    for suite, said in (("minni.toml", "no suite 'minni.toml'"), (str(here.path / "no_source.toml"), "no_such")):
+    for suite, said in (
+        ("minni.toml", "no suite 'minni.toml'"),
+        (str(here.path / "no_source.toml"), "no_such"),
+        ('small.toml"\ncost_rise = 0.1 # "', "the gate of small.toml has cost_rise, and there are no prices"),
+    ):
         (here.path / "release.toml").write_text(RELEASE.replace("small.toml", suite))
         words = ["learn", str(here.played.folder.path), "--privacy", str(here.users.privacy)]
         words += ["--feedback", str(here.users.feedback), "--settings", str(here.path / "learn.toml")]

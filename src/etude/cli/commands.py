@@ -352,6 +352,7 @@ def _add_model_commands(commands: Commands[Parser]) -> None:
         metavar="FILE",
         help="serve the branches stable and canary of a run, by the releases in this file",
     )
+    serve.add_argument("--newest", action="store_true", help="serve the newest version of a run, not its branch stable")
     serve.add_argument("--fleet", metavar="URL", help="use the engines of a run: the URL of its registry")
     serve.add_argument(
         "--no-summaries",

@@ -18,7 +18,6 @@ def add_release_commands(commands: Commands[Parser]) -> None:
     add_set(begin)
     add_channel(begin)
     gate = add(release, "gate", "releases:gate", "compare evaluations of the candidate and the stable version")
-    gate.add_argument("--evals", type=Path, default=Path("evals"), metavar="DIR", help="results (default: %(default)s)")
     for name in ("candidate", "stable"):
         gate.add_argument(f"--{name}", required=True, metavar="LABEL", help=f"the {name}'s name in the results")
     gate.add_argument("--parity", type=Path, metavar="FILE", help="the candidate's output of etude parity --json")
@@ -32,6 +31,9 @@ def add_release_commands(commands: Commands[Parser]) -> None:
     listing = add(release, "list", "releases:list_releases", "list all releases")
     why = add(release, "why", "releases:why", "show every transition with its reason, and what the rules say now")
     why.add_argument("number", type=int, nargs="?", metavar="NUMBER", help="of the release (default: the newest)")
+    for parser in (gate, why):
+        help_text = "results of etude eval (default: %(default)s)"
+        parser.add_argument("--evals", type=Path, default=Path("evals"), metavar="DIR", help=help_text)
     promote = add(release, "promote", "releases:promote", "make the candidate the stable version")
     hold = add(release, "hold", "releases:hold", "keep the canary at its share until it is resumed")
     resume = add(release, "resume", "releases:resume", "continue with a release that was held")

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from etude.cli.feedback import opened_feedback
 from etude.cli.locations import open_run
+from etude.cli.releases import refuse_other_releases
 from etude.config import plugins_in
 from etude.errors import EtudeError, Exit, InputError
 from etude.plugins import check_all
+from etude.prices import read_prices
 from etude.privacy import PrivacyFolder
 from etude.production import LearnSettings, read_settings
 from etude.production.outcomes import Values
@@ -39,13 +41,13 @@ class FeedbackSignals:
     def __init__(self, file: FeedbackFile) -> None:
         self._file = file
 
-    def values_of(self, response_ids: Sequence[str]) -> Values:
-        """Return the values of the signals about these responses, by name."""
-        found = dict[str, list[float]]()
+    def values_of(self, response_ids: Sequence[str]) -> dict[str, Values]:
+        """Return the values of the signals about these responses, by response and name."""
+        found = dict[str, dict[str, list[float]]]()
         for start in range(0, len(response_ids), _AT_ONCE):
             for one in self._file.signals(response_ids=response_ids[start : start + _AT_ONCE]):
-                found.setdefault(one.name, []).append(one.value)
-        return found
+                found.setdefault(one.response_id, {}).setdefault(one.name, []).append(one.value)
+        return {**found}
 
     def outcomes(self, since: float, metrics: Collection[str]) -> Iterable[Outcome]:
         """Yield the signals about answers that began at `since` (Unix time in s) or later, for the canary of a
@@ -69,6 +71,10 @@ def learn(args: argparse.Namespace) -> int:
     if not (args.privacy / "consent.sqlite").is_file():
         hint = "give the folder of etude serve --capture; etude privacy set creates it"
         raise InputError(f"{args.privacy} is not a folder of consent and captured answers", hint=hint)
+    if args.releases is not None and args.releases.is_file():
+        from etude.loop.locations import weights_location
+
+        refuse_other_releases(args.releases, str(weights_location(run)))
     _check_plugins(run)
     run.lock()
     try:
@@ -153,9 +159,14 @@ async def _work(windows: Windows, signals: FeedbackSignals, telemetry: Telemetry
     if windows.settings.loop is None:
         what, facts = "the settings have no section [loop]", "it names the settings of the releases"
         raise InputError(what, facts, hint='write [loop] and release = "release.toml" in the file of --settings')
-    release = read_release(windows.settings.loop.release)
-    for gate in release.gate:
-        await run_in_thread(partial(check_suite, gate.suite, windows.run))  # before hours of training
+    release, prices = read_release(windows.settings.loop.release), windows.settings.loop.prices
+    for gate in release.gate:  # before hours of training
+        await run_in_thread(partial(check_suite, gate.suite, windows.run))
+        if gate.cost_rise is not None and prices is None:
+            what, facts = f"the gate of {gate.name} has cost_rise, and there are no prices", "a cost would be unknown"
+            raise InputError(what, facts, hint='write prices = "prices.toml" in the section [loop] of --settings')
+    if prices is not None:
+        read_prices(prices)
     loop = ProductionLoop(windows, release, telemetry, signals.outcomes, args.releases, poll_s=args.poll_s, tell=tell)
     try:
         await loop.forever(args.cycles, on_step=on_step)

@@ -7,21 +7,28 @@ import argparse
 import contextlib
 import datetime
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from etude.cli.feedback import opened_feedback
 from etude.cli.locations import open_run
-from etude.cli.store_locations import existing_store
+from etude.cli.store_locations import existing_store, is_same_store
 from etude.errors import Exit, InputError
 from etude.evals.suites import read_suite
 from etude.releases import Decision, Release, Releases, check_gate
 from etude.releases.feedback import outcomes_of
-from etude.releases.gate import Played, read_parity, read_played
+from etude.releases.gate import Played, loop_evals, read_parity, read_played
 from etude.releases.outcomes import read_outcomes
+from etude.releases.releases import LOOP
 from etude.releases.settings import read_settings
+from etude.releases.states import State
+from etude.releases.undecided import missing_checks
 from etude.seams import BlobStore
+from etude.stores import open_store
 from etude.weights.chain import inspect, signing
+from etude.weights.chain.history import stored
+
+CHANNEL = "policy"  # of a run's weights
 
 
 def begin(args: argparse.Namespace) -> int:
@@ -100,19 +107,44 @@ def list_releases(args: argparse.Namespace) -> int:
 
 
 def why(args: argparse.Namespace) -> int:
-    """Print every transition of a release with its reason, and the present decision of the rules. Returns 0."""
+    """Print every transition of a release with its reason, and the present decision of the rules. Returns 0.
+
+    For a candidate it prints the checks of the gate that cannot be made yet, each with its reason and a hint."""
     with _opened(args) as releases:
         release = releases.newest() if args.number is None else _numbered(releases, args.number)
         print(_line(release))
-        for one in releases.why(release.number):
+        transitions = releases.why(release.number)
+        for one in transitions:
             share = f" at {one.share} %" if one.share else ""
             print(f"{_time(one.at)}  {one.state}{share}, by {one.by}: {one.reason}")
         if release.pending is not None:
             print(f"{_time(release.pending.at)}  decided, and not yet done: {release.pending.state}:"
                   f" {release.pending.reason}; complete it: etude release advance")  # fmt: skip
+        elif release.state is State.CANDIDATE:
+            _print_gate(release, [args.evals, loop_evals(args.file)], by_loop=transitions[0].by == LOOP)
         elif release.share:
             _print_decision(releases.look(release, now=time.time()))
     return Exit.DONE
+
+
+def refuse_other_releases(path: Path, location: str) -> None:
+    """Check that the newest release of a file is of the weights of a run, which are at `location`.
+
+    If its weights were moved since, it must be of a version that is there. Raises `InputError`."""
+    with contextlib.closing(Releases(path)) as releases:
+        found = releases.all()[-1:]
+    for release in found:
+        same = is_same_store(release.location, location)
+        if same is None:
+            same = any(stored(open_store(location, readonly=True), CHANNEL, release.candidate))
+        if not same or release.channel != CHANNEL:
+            raise InputError(
+                f"{path} has releases of other weights",
+                f"release {release.number} is of channel {release.channel!r} in {release.location};"
+                f" this run has its weights in {location}",
+                hint="give the file of this run's releases (that of its etude learn --releases), or a new one for"
+                " etude learn",
+            )
 
 
 def promote(args: argparse.Namespace) -> int:
@@ -180,6 +212,20 @@ def _print_decision(found: Decision) -> None:
     for one in found.evidence:
         bounds = f"{one.value:+.3f} ({one.low:+.3f} to {one.high:+.3f})"
         print(f"  {one.metric}: {bounds}, {one.canary} subjects against {one.stable}")
+
+
+def _print_gate(release: Release, folders: Sequence[Path], *, by_loop: bool) -> None:
+    """Print which checks of the gate cannot be made, or that all can."""
+    found = missing_checks(release, folders)
+    decides = "etude learn --releases decides it" if by_loop else "decide it: etude release gate"
+    if not found:
+        print(f"now: the gate is not decided; every result is there; {decides}")
+        return
+    print("now: the gate cannot be decided:")
+    for one in found:
+        print(f"  {one.check}: {one.why}\n    hint: {one.hint}")
+    if by_loop:
+        print("  etude learn --releases evaluates what is missing while it runs; if it has ended, start it again")
 
 
 def _time(seconds: float) -> str:

@@ -15,26 +15,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etude.cli.locations import existing_path, newest_run, open_run
-from etude.cli.store_locations import is_same_store
+from etude.cli.releases import CHANNEL, refuse_other_releases
 from etude.errors import InputError
 from etude.gateway import GatewayConfig, Keys
 from etude.numerics.config import Quantise
-from etude.releases import Releases
-from etude.releases.pointers import CANARY, STABLE
+from etude.releases.pointers import CANARY, STABLE, branch_version
 from etude.releases.router import ReleaseRouter
 from etude.seams import AnswerRecorder, FeedbackReceiver
 from etude.stores import open_store
-from etude.weights.chain.history import stored
 
 if TYPE_CHECKING:
     from etude.loop.serving import ModelSource
 
 
-CHANNEL = "policy"  # of a run's weights
-
-
 def serve(args: argparse.Namespace) -> int:
-    """Serve checkpoints and runs over HTTP until interrupted. Returns the exit code."""
+    """Serve checkpoints and runs over HTTP until interrupted. Returns the exit code.
+
+    Of a run, the version of its branch `stable` is served. Without such a branch, or with `--newest`, it is the newest
+    version."""
     from etude.loop import event_loop
 
     models = dict(_named_path(text) for text in args.models) if args.models else {}
@@ -106,7 +104,7 @@ async def _serve(
     work = asyncio.current_task()
     assert work is not None, "runs in a task"
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, work.cancel)
-    sources = [parts_of(path, name) for name, path in models.items()]
+    sources: Sequence[ModelSource] = [parts_of(path, name) for name, path in models.items()]
     if fleet and len(sources) > 1:
         raise InputError(
             "--fleet cannot serve several models",
@@ -119,7 +117,13 @@ async def _serve(
             "the engines of a fleet have their own" if fleet else "a checkpoint has no signature",
             hint="remove --public-key",
         )
-    router = None
+    router, lines = None, tuple[str, ...]()
+    if args.newest and (fleet or args.releases is not None):
+        raise InputError(
+            f"--newest cannot be used with {'--fleet' if fleet else '--releases'}",
+            "the engines of a fleet serve the newest version" if fleet else "the releases decide which versions serve",
+            hint="remove --newest",
+        )
     if args.releases is not None:
         sources = _versions(sources, fleet)
         if not args.releases.is_file():
@@ -128,8 +132,10 @@ async def _serve(
                 hint="start the endless loop, which creates it (etude learn RUN --releases FILE); or begin a release:"
                 " etude release begin RUN VERSION --settings FILE; or serve without --releases",
             )
-        _refuse_other_releases(args.releases, sources[0])
+        refuse_other_releases(args.releases, str(sources[0].store))
         router = ReleaseRouter(args.releases, stable=sources[0].name, canary=sources[1].name)
+    elif not fleet:
+        sources, lines = zip(*(_stable(source, newest=args.newest) for source in sources), strict=True)
     report = partial(print, file=sys.stderr)
     opened = [
         model_of_fleet(source, registry=fleet, gateway=gateway)
@@ -144,6 +150,8 @@ async def _serve(
         for name, place in (("capture", args.capture), ("feedback", args.feedback), ("releases", args.releases)):
             if place is not None:
                 print(f"  {name}: {place}", flush=True)
+        for line in filter(None, lines):
+            print(f"  {line}", flush=True)
         await forever()
 
 
@@ -159,24 +167,21 @@ def _versions(sources: Sequence[ModelSource], fleet: str | None) -> list[ModelSo
     return [source._replace(branch=STABLE), source._replace(name=f"{source.name}-canary", branch=CANARY)]
 
 
-def _refuse_other_releases(path: Path, source: ModelSource) -> None:
-    """Check that the newest release of a file is of the weights that are served. Raises `InputError`.
-
-    If its weights were moved since, it must be of a version that is served."""
-    with contextlib.closing(Releases(path)) as releases:
-        found = releases.all()[-1:]
-    for release in found:
-        same = is_same_store(release.location, str(source.store))
-        if same is None:
-            same = any(stored(open_store(str(source.store), readonly=True), CHANNEL, release.candidate))
-        if not same or release.channel != CHANNEL:
-            raise InputError(
-                f"{path} has releases of other weights",
-                f"release {release.number} is of channel {release.channel!r} in {release.location};"
-                f" {source.store} is served",
-                hint="give the file of this run's releases (that of its etude learn --releases), or serve without"
-                " --releases",
-            )
+def _stable(source: ModelSource, *, newest: bool) -> tuple[ModelSource, str]:
+    """Return a model to serve with the branch `stable` of its run, if it has one, and a line that says which version
+    is served; "" for a model without such a branch. `newest`: serve the newest version nevertheless."""
+    if source.store is None:
+        return source, ""
+    store = open_store(str(source.store), readonly=True)
+    stable, last = (branch_version(store, CHANNEL, branch) for branch in (STABLE, ""))
+    if stable is None:
+        return source, ""
+    if newest:
+        return source, f"{source.name}: the newest version, {last}; the stable version is {stable}"
+    line = f"{source.name}: the stable version, {stable}"
+    if last != stable:
+        line += f"; the newest is {last} (--newest serves it, --releases FILE serves a canary to its users)"
+    return source._replace(branch=STABLE), line
 
 
 def _print_log() -> None:

@@ -34,7 +34,7 @@ from etude.gateway.http import is_loopback
 from etude.http_server import bind, run_http_server
 from etude.privacy.counts import ConsentCounts, read_counts
 from etude.releases import Release, Releases
-from etude.releases.states import Transition
+from etude.releases.states import Transition, shares_now
 from etude.signals import Summary
 from etude.signals.store import read_summaries
 
@@ -197,22 +197,25 @@ class Dash:
         return await self._page("fleet.jinja", run, tab="fleet", fleet=await self.in_thread(made))
 
     async def release_list(self, request: Request) -> Response:
-        return await self._page("releases.jinja", None, tab="releases", found=await self.in_thread(self.releases))
+        found = await self.in_thread(self.releases)
+        shares = shares_now(next(iter(found.value or ()), None))
+        return await self._page("releases.jinja", None, tab="releases", found=found, shares=shares)
 
     async def release(self, request: Request) -> Response:
         number = request.path_params["number"]
         if self.releases_path is None:
             raise PageRefused(404, "no file of releases is given", "start with --releases FILE")
 
-        def made() -> tuple[Release, Part[list[Transition]]]:
+        def made() -> tuple[Release, int, Part[list[Transition]]]:
             listed = self.releases()
             found = next((one for one in listed.value or () if one.number == number), None)
             if found is None:
                 raise PageRefused(404, f"there is no release {number}", listed.missing or "see the list of releases")
-            return found, part(lambda: self._read_releases(lambda releases: releases.why(number)))
+            share = shares_now(next(iter(listed.value or ()), None)).get(found.candidate, 0)
+            return found, share, part(lambda: self._read_releases(lambda releases: releases.why(number)))
 
-        found, why = await self.in_thread(made)
-        return await self._page("release.jinja", None, tab="releases", release=found, why=why)
+        found, share, why = await self.in_thread(made)
+        return await self._page("release.jinja", None, tab="releases", release=found, share=share, why=why)
 
     async def consent(self, request: Request) -> Response:
         folder = self.privacy_path

@@ -16,6 +16,7 @@ from etude.experience.ledger_queries import StepCounts
 from etude.experience.transitions import State
 from etude.records.completion import Version
 from etude.releases import Release
+from etude.releases.states import shares_now
 from etude.signals import Summary
 
 NO_COUNTS: Mapping[int, StepCounts] = {}
@@ -23,8 +24,8 @@ NO_COUNTS: Mapping[int, StepCounts] = {}
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a release has to do with a version: `role` is "candidate" or "stable"; `share` is the percent of users that
-    get the version by the release."""
+    """What a release has to do with a version: `role` is "candidate" or "stable". `share` is the percent of users that
+    get the version now, of the newest release that concerns it; 0 of the others."""
 
     release: Release
     role: str
@@ -178,14 +179,11 @@ def _row(
 
 
 def traffic_of(version: Version, releases: Sequence[Release]) -> list[Traffic]:
-    """Return what releases have to do with a version, the newest first."""
-    found = list[Traffic]()
-    for release in releases:
-        if release.candidate == version:
-            found.append(Traffic(release, "candidate", release.share))
-        elif release.stable == version:
-            found.append(Traffic(release, "stable", 100 - release.share))
-    return found
+    """Return what releases, the newest first, have to do with a version."""
+    share = shares_now(releases[0] if releases else None).get(version, 0)
+    concern = [one for one in releases if version in (one.candidate, one.stable)]
+    roles = ["candidate" if one.candidate == version else "stable" for one in concern]
+    return [Traffic(one, roles[i], 0 if i else share) for i, one in enumerate(concern)]
 
 
 def _counts(run: ShownRun, steps: Sequence[int], notes: list[str]) -> Mapping[int, StepCounts]:

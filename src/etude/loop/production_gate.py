@@ -20,6 +20,7 @@ from etude.errors import DeadlineExceeded, EtudeError
 from etude.evals.records import record_path
 from etude.evals.suites import Suite, read_suite
 from etude.loop.checkpoints import checkpoint_of
+from etude.prices import read_prices
 from etude.records import Version
 from etude.releases import GateResult, Release, check_gate
 from etude.releases.gate import Played, read_parity, read_played
@@ -45,7 +46,7 @@ class Gate:
     async def check(self, release: Release) -> GateResult:
         """Evaluate the candidate and the stable version of a release, and compare them.
 
-        A version that has a stored result for a suite is not evaluated again on it.
+        A version that has a stored result for a suite, at these prices, is not evaluated again on it.
 
         Raises `EtudeError` if an evaluation fails, and `InputError` if the results cannot be compared."""
         played = dict[str, tuple[Played, Played]]()
@@ -57,7 +58,8 @@ class Gate:
         return check_gate(release.settings, release.candidate, release.stable, played, parity=parity)
 
     async def _played(self, name: str, suite: Suite, version: Version) -> Played:
-        plain = json.dumps(to_plain(suite), sort_keys=True, default=str)
+        prices = None if self._prices is None else read_prices(self._prices)  # costs are compared at the same prices
+        plain = json.dumps([to_plain(suite), to_plain(prices)], sort_keys=True, default=str)
         label = f"step-{version.step:06d}-{version.digest[:12]}-{hashlib.sha256(plain.encode()).hexdigest()[:8]}"
         path = record_path(self._folder, suite.name, label)
         if not path.is_file():

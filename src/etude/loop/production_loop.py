@@ -32,6 +32,7 @@ from etude.loop.run_in_thread import SerialExecutor, run_in_thread
 from etude.production.settings import LoopSettings, Undecided
 from etude.records import Version
 from etude.releases import Decision, Outcome, Release, Releases, ReleaseSettings, State
+from etude.releases.gate import loop_evals
 from etude.releases.pointers import CANARY, STABLE, branch_version
 from etude.releases.releases import LOOP, RULES
 from etude.releases.states import ReleaseRefused, Transition
@@ -70,8 +71,8 @@ class ProductionLoop:
         self._releases: Releases | None = None
         self._say = tell
         self._told: object = None
-        prices, folder = self.settings.prices, releases.with_name(f"{releases.name}.evals")
-        self._gate = Gate(self.run, folder, prices, lambda line: self._tell(f"gate: {line}"))
+        prices = self.settings.prices
+        self._gate = Gate(self.run, loop_evals(releases), prices, lambda line: self._tell(f"gate: {line}"))
 
     async def close(self) -> None:
         """Close the file of releases. Idempotent."""

@@ -23,10 +23,11 @@ from etude.loop.config import RunConfig
 from etude.loop.locations import has_published, ledger_location, rollout_files
 from etude.loop.run_in_thread import SerialExecutor, run_in_thread
 from etude.privacy import PrivacyFolder
-from etude.production import Episode, LearnSettings, choose, find_episodes, graded_of, reward_of, rollout_of
+from etude.production import Episode, LearnSettings, OpenEpisodes, choose, graded_of, reward_of, rollout_of
 from etude.production.episodes import SOURCE
-from etude.production.outcomes import SignalSource, Values
+from etude.production.outcomes import SignalSource, Values, values_together
 from etude.records import RolloutSpec, Version
+from etude.records.rollout import Trace
 from etude.records.summary import summary_of
 from etude.run import RunFolder
 
@@ -100,6 +101,7 @@ class Windows:
                 hint=f"lower episodes (or loop.steps), so that a window has {capacity} episodes or less",
             )
         self.ledger = Ledger(ledger_location(run), capacity=capacity, log=log)
+        self._episodes = OpenEpisodes(folder)
         self.storage = SerialExecutor("storage")  # the one thread that uses the ledger and the privacy folder
         self.files = rollout_files(run)
         self.prefix = f"{SOURCE}-{run.identity()['run_id']}-"  # several runs may learn from one privacy folder
@@ -157,7 +159,10 @@ class Windows:
             now_deployed = None if deployed is None else await deployed()
             ready, rated, why = await self.storage(self._ready, time.time(), now_deployed)
             if not why:
-                return await self._admit(ready, rated, now_deployed)
+                traces = await self.storage(self._read, ready)
+                if len(traces) == len(ready):
+                    return await self._admit(ready, traces, rated, now_deployed)
+                why = "an answer was erased meanwhile; the window is formed again"
             if why != told:
                 told = why
                 on_wait(why)
@@ -166,11 +171,12 @@ class Windows:
     def _ready(self, now: float, deployed: Deployed | None) -> tuple[list[Episode], list[tuple[Values, float]], str]:
         """Return the episodes of the next window with their signals and rewards, and "" or what is waited for."""
         settings, since = self.settings, float(self.ledger.recall(SINCE) or 0.0)
-        found = find_episodes(self.folder, since=since, taken=self._taken)
+        found = self._episodes.find(since=since, taken=self._taken)
         settled = [one for one in found if one.last_at <= now - settings.settle_s]
         valued = dict[tuple[str, ...], tuple[Values, float]]()
+        signals = self.signals.values_of([i for one in settled for i in one.response_ids])
         for one in settled:
-            values = self.signals.values_of(one.response_ids)
+            values = values_together(signals[i] for i in one.response_ids if i in signals)
             reward = reward_of(values, settings.outcomes)
             if reward is None:
                 reward = settings.silent
@@ -197,6 +203,11 @@ class Windows:
         why = f"window {number}: {progress} ({counts})"
         return chosen, [valued[one.record_ids] for one in chosen], why if waits else ""
 
+    def _read(self, episodes: Sequence[Episode]) -> list[Trace]:
+        """Return the turns of those of these episodes of which no answer was erased."""
+        found = [self._episodes.read(one) for one in episodes]
+        return [one for one in found if one is not None]
+
     def _taken(self, record_ids: Collection[str]) -> set[str]:
         """Return those of these records that a rollout in the ledger holds."""
         uses = self.folder.records.uses(record_ids)
@@ -212,17 +223,21 @@ class Windows:
             self.ledger.transaction(lambda: self.ledger.remember(SINCE, since))
 
     async def _admit(
-        self, episodes: Sequence[Episode], rated: Sequence[tuple[Values, float]], deployed: Deployed | None
+        self,
+        episodes: Sequence[Episode],
+        traces: Sequence[Trace],
+        rated: Sequence[tuple[Values, float]],
+        deployed: Deployed | None,
     ) -> Window:
         """Store episodes as graded rollouts, each the only one of its group, with the record of their window."""
         steps = -(-len(episodes) // self.settings.episodes)
-        ordered = sorted(zip(episodes, rated, strict=True), key=lambda one: (one[0].subject, one[0].last_at))
+        ordered = sorted(zip(episodes, traces, rated, strict=True), key=lambda one: (one[0].subject, one[0].last_at))
         dealt = [one for step in range(steps) for one in ordered[step::steps]]  # a user's, over all steps
         first = await self.storage(self.ledger.num_groups)
-        rollouts = [rollout_of(one, f"{self.prefix}{first + i:06d}") for i, (one, _) in enumerate(dealt)]
+        rollouts = [rollout_of(one, trace, f"{self.prefix}{first + i:06d}") for i, (one, trace, _) in enumerate(dealt)]
 
         def link() -> None:
-            for rollout, (one, _) in zip(rollouts, dealt, strict=True):
+            for rollout, (one, _, _) in zip(rollouts, dealt, strict=True):
                 for record_id in one.record_ids:
                     self.folder.records.link(record_id, rollout.rollout_id)
 
@@ -230,7 +245,7 @@ class Windows:
         stored = await run_in_thread(lambda: [self.files.write(rollout) for rollout in rollouts])
         ended = [
             (summary_of(rollout, file), graded_of(values, reward))
-            for rollout, file, (_, (values, reward)) in zip(rollouts, stored, dealt, strict=True)
+            for rollout, file, (_, _, (values, reward)) in zip(rollouts, stored, dealt, strict=True)
         ]
         specs = [
             RolloutSpec(

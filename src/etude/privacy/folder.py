@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -58,9 +58,14 @@ class PrivacyFolder:
 
         Such a record exists, was captured at this level or a higher one, and its subject still allows the level. Call
         it when a training batch is formed, and again before the batch is committed."""
-        found = [one for one in self.records.find(record_ids) if one.level >= level]
-        now = {names: self.consent.level_of(names) for names in {one.names for one in found}}
-        return {one.record_id for one in found if now[one.names] >= level and self.keys.find(one.names) is not None}
+        return self.allowed(self.records.find(record_ids), level)
+
+    def allowed(self, records: Iterable[Captured], level: Level) -> set[str]:
+        """Return the ids of those of these records, which were just read, that may be used for `level` now."""
+        found = [one for one in records if one.level >= level]
+        subjects = {one.names for one in found}
+        allowing = {one for one in subjects if self.consent.level_of(one) >= level and self.keys.find(one) is not None}
+        return {one.record_id for one in found if one.names in allowing}
 
     def erase(self, subject: Subject) -> Erasure:
         """Destroy the key of a subject, set its level to off, and delete its records and its rows in attached files.

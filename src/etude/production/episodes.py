@@ -6,9 +6,9 @@ one read and sampled. Nothing is rendered or tokenised again. An answer that con
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -27,15 +27,15 @@ MAX_RECORDS = 65_536
 
 
 class Episode(NamedTuple):
-    """One conversation of one subject.
+    """One conversation of one subject, without its tokens.
 
-    - `records`: the captured answers, one for each turn of `trace`.
+    - `records`: the captured answers, one for each turn.
     - `kind`: the kind of work: a digest of the system message, "none" without one, "text" for text completions.
-    - `trace`: the turns, with the tokens as they were sampled."""
+    - `sampled`: the number of sampled tokens of each version, by its digest."""
 
     records: tuple[Captured, ...]
     kind: str
-    trace: Trace
+    sampled: Mapping[str, int]
 
     @property
     def record_ids(self) -> tuple[str, ...]:
@@ -60,12 +60,11 @@ class Episode(NamedTuple):
     @property
     def num_sampled(self) -> int:
         """The number of its sampled tokens."""
-        return sum(len(turn.completion.token_ids) for turn in self.trace.turns)
+        return sum(self.sampled.values())
 
     def tokens_of(self, digests: Collection[str]) -> int:
         """Return how many of its tokens were sampled by versions with these digests."""
-        spans = (span for turn in self.trace.turns for span in turn.completion.spans)
-        return sum(span.num_tokens for span in spans if span.version.digest in digests)
+        return sum(number for digest, number in self.sampled.items() if digest in digests)
 
     def is_of(self, digests: Collection[str]) -> bool:
         """Return whether all of its tokens were sampled by versions with these digests."""
@@ -77,43 +76,80 @@ class Episode(NamedTuple):
         return max(one.at for one in self.records)
 
 
-def find_episodes(
-    folder: PrivacyFolder,
-    *,
-    since: float,
-    limit: int = MAX_RECORDS,
-    taken: Callable[[Collection[str]], Collection[str]] = lambda _: (),
-) -> list[Episode]:
-    """Return the episodes of all answers that were served from `since` on (Unix time in s), the oldest first.
+_Of: TypeAlias = tuple[str, str, str]  # organisation, subject, model
 
-    Answers are left out whose subject does not allow training now, that were captured under a lower level, or that
-    cannot be read. At most `limit` answers are read, the oldest ones. `taken`: returns those of these record ids that
-    were trained on; an answer that continues one of them begins an episode of its own."""
-    found = folder.records.served(after=(since, ""), level=Level.TRAIN, limit=limit)
-    usable = folder.usable([one.record_id for one in found], Level.TRAIN)
-    usable -= set(taken(usable))
-    served = list[tuple[Captured, Content]]()
-    for captured in found:
-        if captured.record_id in usable:
+
+class OpenEpisodes:
+    """Finds the episodes in a privacy folder again and again, and decrypts little each time.
+
+    It keeps the episodes, without tokens or texts, of each subject with each model. Answers are decrypted when the
+    subject has a new one, or one less (it was taken, has expired, or may no longer be used), and when an episode is
+    read."""
+
+    def __init__(self, folder: PrivacyFolder) -> None:
+        self._folder = folder
+        self._known = dict[_Of, tuple[list[Captured], list[Episode]]]()
+
+    def find(
+        self,
+        *,
+        since: float,
+        limit: int = MAX_RECORDS,
+        taken: Callable[[Collection[str]], Collection[str]] = lambda _: (),
+    ) -> list[Episode]:
+        """Return the episodes of all answers that were served from `since` on (Unix time in s), the oldest first.
+
+        Answers are left out whose subject does not allow training now, that were captured under a lower level, or that
+        cannot be read. At most `limit` answers are read, the oldest ones. `taken`: returns those of these record ids
+        that were trained on; an answer that continues one of them begins an episode of its own."""
+        found = self._folder.records.served(after=(since, ""), level=Level.TRAIN, limit=limit)
+        usable = self._folder.allowed(found, Level.TRAIN)
+        usable -= set(taken(usable))
+        groups = defaultdict[_Of, list[Captured]](list)
+        for one in found:
+            if one.record_id in usable:
+                groups[one.organisation, one.subject, one.model].append(one)
+        before, self._known = self._known, {}
+        for key, captured in groups.items():
+            known = before.get(key)
+            if known is None or known[0] != captured:
+                known = captured, [episode for episode, _ in episodes_of(self._served(captured))]
+            self._known[key] = known
+        episodes = [one for _, of_subject in self._known.values() for one in of_subject]
+        return sorted(episodes, key=lambda one: (one.last_at, one.record_ids))
+
+    def read(self, episode: Episode) -> Trace | None:
+        """Return the turns of an episode, with the tokens as they were sampled; None if an answer of it was erased."""
+        found = episodes_of(self._served(episode.records))
+        if [one.record_ids for one, _ in found] == [episode.record_ids]:
+            return found[0][1]
+        first = episode.records[0]
+        self._known.pop((first.organisation, first.subject, first.model), None)  # decrypt them again
+        return None
+
+    def _served(self, captured: Iterable[Captured]) -> list[tuple[Captured, Content]]:
+        served = list[tuple[Captured, Content]]()
+        for one in captured:
             try:
-                served.append((captured, folder.records.read(captured)))
+                served.append((one, self._folder.records.read(one)))
             except PrivacyError:
                 continue  # erased meanwhile, or damaged: `etude privacy export` names it
-    return episodes_of(served)
+        return served
 
 
-def episodes_of(served: Iterable[tuple[Captured, Content]]) -> list[Episode]:
-    """Join answers to episodes, the oldest first. Answers without tokens or sampling parameters are left out."""
-    groups = defaultdict[tuple[str, str, str], list[tuple[Captured, Content]]](list)
+def episodes_of(served: Iterable[tuple[Captured, Content]]) -> list[tuple[Episode, Trace]]:
+    """Join answers to episodes with their turns, the oldest first. Answers without tokens or sampling parameters are
+    left out."""
+    groups = defaultdict[_Of, list[tuple[Captured, Content]]](list)
     for captured, content in served:
         if content.token_ids is not None and len(content.token_ids) and content.sampling and content.spans:
             groups[captured.organisation, captured.subject, captured.model].append((captured, content))
     found = [episode for answers in groups.values() for episode in _of_subject(answers)]
-    return sorted(found, key=lambda one: (one.last_at, one.record_ids))
+    return sorted(found, key=lambda one: (one[0].last_at, one[0].record_ids))
 
 
-def _of_subject(answers: Sequence[tuple[Captured, Content]]) -> list[Episode]:
-    """Return the episodes of one subject with one model."""
+def _of_subject(answers: Sequence[tuple[Captured, Content]]) -> list[tuple[Episode, Trace]]:
+    """Return the episodes of one subject with one model, each with its turns."""
     ordered = sorted(answers, key=lambda one: (_num_prompt(one[1]), one[0].at, one[0].record_id))
     ends = dict[tuple[int, bytes], tuple[int, int]]()  # (length, digest) of what a turn read and sampled → (tree, turn)
     trees = list[tuple[list[Captured], str, list[Turn]]]()
@@ -128,7 +164,15 @@ def _of_subject(answers: Sequence[tuple[Captured, Content]]) -> list[Episode]:
         records.append(captured)
         whole = np.concatenate([prompt, _sampled(content)])
         ends.setdefault((len(whole), _digest(whole)), (tree, len(turns) - 1))
-    return [Episode(tuple(records), kind, Trace(tuple(turns))) for records, kind, turns in trees]
+    return [(Episode(tuple(records), kind, _sampled_by(turns)), Trace(tuple(turns))) for records, kind, turns in trees]
+
+
+def _sampled_by(turns: Iterable[Turn]) -> Mapping[str, int]:
+    """Return the number of sampled tokens of each version, by its digest."""
+    counts = Counter[str]()
+    for span in (span for turn in turns for span in turn.completion.spans):
+        counts[span.version.digest] += span.num_tokens
+    return counts
 
 
 def _parent(
@@ -165,8 +209,8 @@ def _turn(captured: Captured, content: Content, parent: int | None, new_ids: I32
     )
 
 
-def rollout_of(episode: Episode, group_id: str) -> Rollout:
-    """Return an episode as the only rollout of a group. Its task has no text of the conversation."""
+def rollout_of(episode: Episode, trace: Trace, group_id: str) -> Rollout:
+    """Return an episode with its turns as the only rollout of a group. Its task has no text of the conversation."""
     task = Task(
         source=SOURCE,
         split=Split.TRAIN,
@@ -182,7 +226,7 @@ def rollout_of(episode: Episode, group_id: str) -> Rollout:
         group_id=group_id,
         attempt=0,
         task=task,
-        trace=episode.trace,
+        trace=trace,
         ending=Ending.SUBMITTED,
         exports={},
         wall_s=episode.last_at - episode.first_at,

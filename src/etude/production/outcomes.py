@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from etude.production.episodes import Episode
@@ -18,9 +18,24 @@ Values = Mapping[str, Sequence[float]]
 class SignalSource(Protocol):
     """Where the signals about answers are kept."""
 
-    def values_of(self, response_ids: Sequence[str]) -> Values:
-        """Return the values of the signals about these responses, by name; names without a signal are left out."""
+    def values_of(self, response_ids: Sequence[str]) -> Mapping[str, Values]:
+        """Return the values of the signals about these responses, by response and name.
+
+        Responses and names without a signal are left out."""
         ...
+
+
+def values_together(each: Iterable[Values]) -> Values:
+    """Return the values of several responses together, by name.
+
+    >>> values_together([{"kept": [1.0]}, {"kept": [0.0], "rated": [0.5]}])
+    {'kept': [1.0, 0.0], 'rated': [0.5]}
+    """
+    found = dict[str, list[float]]()
+    for values in each:
+        for name, some in values.items():
+            found.setdefault(name, []).extend(some)
+    return found
 
 
 def reward_of(values: Values, weights: Mapping[str, float]) -> float | None:

@@ -60,6 +60,11 @@ def read_played(folder: Path, suite: str, label: str) -> Played:
     return Played(read_record(path), rows_beside(path))
 
 
+def loop_evals(releases: Path) -> Path:
+    """Return the folder where the endless loop stores the results of its gate, beside the file of releases."""
+    return releases.with_name(f"{releases.name}.evals")
+
+
 def check_gate(
     settings: ReleaseSettings,
     candidate: Version,
@@ -76,18 +81,18 @@ def check_gate(
     reports, failures, unknown = list[SuiteReport](), list[str](), list[str]()
     for gate in settings.gate:
         if gate.suite not in played:
-            unknown.append(f"{gate.suite}: not evaluated")
+            unknown.append(f"{gate.name}: not evaluated")
             continue
         new, old = played[gate.suite]
-        wrong = _not_comparable(gate.suite, new.record, old.record, candidate, stable)
+        wrong = not_comparable(new.record, old.record, candidate, stable)
         if wrong:
-            unknown.append(wrong)
+            unknown.append(f"{gate.name}: {wrong}")
             continue
-        if gate.cost_rise is not None and _cost_rise(new, old) is None:
-            unknown.append(f"{gate.suite}: the cost per task is unknown (evaluate both versions with --prices FILE)")
+        rise = cost_rise(new.record, old.record)
+        if gate.cost_rise is not None and rise is None:
+            unknown.append(f"{gate.name}: the cost per task is unknown (evaluate both versions with --prices FILE)")
             continue
         found = compare(old.rows, new.rows, names=("stable", "candidate"))
-        rise = _cost_rise(new, old)
         reports.append(_report(gate, new.record, found, rise))
         failures += _failures(gate, new.record, found, rise)
     if settings.parity and parity is None:
@@ -111,30 +116,30 @@ def read_parity(path: Path) -> str:
     return str(verdict)
 
 
-def _not_comparable(suite: str, new: EvalRecord, old: EvalRecord, candidate: Version, stable: Version) -> str:
-    """Why two results say nothing about the two versions; "" if they do."""
-    if _names(new.version, stable) and _names(old.version, candidate):
-        return f"{suite}: the results of the candidate and of the stable version are exchanged"
+def not_comparable(new: EvalRecord, old: EvalRecord, candidate: Version, stable: Version) -> str:
+    """Return why two results say nothing about the two versions; "" if they do."""
+    if is_of(new, stable) and is_of(old, candidate):
+        return "the results of the candidate and of the stable version are exchanged"
     for record, version, name in ((new, candidate, "candidate"), (old, stable, "stable version")):
-        if not _names(record.version, version):
-            return f"{suite}: the result of the {name} is that of {record.version or 'an unknown version'}"
+        if not is_of(record, version):
+            return f"the result of the {name} is that of {record.version or 'an unknown version'}"
     if new.suite_digest != old.suite_digest:
-        return f"{suite}: the two versions were not evaluated on the same tasks with the same settings"
+        return "the two versions were not evaluated on the same tasks with the same settings"
     if new.prompted != old.prompted:
-        return f"{suite}: one of the two versions was evaluated with the suite's prompt"
+        return "one of the two versions was evaluated with the suite's prompt"
     return ""
 
 
-def _names(name: str | None, version: Version) -> bool:
-    """Return whether a version's name means these weights, also if another start of the learner published them."""
+def is_of(record: EvalRecord, version: Version) -> bool:
+    """Return whether a result is of these weights, also if another start of the learner published them."""
     step, _, digest = str(version).split("-")
-    return name is not None and name.split("-")[::2] == [step, digest]
+    return record.version is not None and record.version.split("-")[::2] == [step, digest]
 
 
-def _cost_rise(new: Played, old: Played) -> float | None:
-    """By which share a task of the candidate costs more; None: unknown."""
-    a, b = (one.record.result.dollars for one in (new, old))
-    tasks = [one.record.result.num_tasks for one in (new, old)]
+def cost_rise(new: EvalRecord, old: EvalRecord) -> float | None:
+    """Return by which share a task of the new result costs more; None: unknown."""
+    a, b = (one.result.dollars for one in (new, old))
+    tasks = [one.result.num_tasks for one in (new, old)]
     if a is None or not b or not all(tasks):
         return None
     return (a / tasks[0]) / (b / tasks[1]) - 1.0
@@ -143,7 +148,7 @@ def _cost_rise(new: Played, old: Played) -> float | None:
 def _report(gate: SuiteGate, record: EvalRecord, found: Comparison, rise: float | None) -> SuiteReport:
     between = found.decisive
     return SuiteReport(
-        suite=gate.suite,
+        suite=gate.name,
         digest=record.suite_digest,
         value=between.value,
         low=between.low,
@@ -154,15 +159,15 @@ def _report(gate: SuiteGate, record: EvalRecord, found: Comparison, rise: float 
 
 
 def _failures(gate: SuiteGate, record: EvalRecord, found: Comparison, rise: float | None) -> list[str]:
-    failures = [f"{gate.suite}: {report.failure}" for report in record.gates if report.failure]
+    failures = [f"{gate.name}: {report.failure}" for report in record.gates if report.failure]
     between = found.decisive
     if not found.a.num_tasks or not found.b.num_tasks:
-        failures.append(f"{gate.suite}: no valid rollout")
+        failures.append(f"{gate.name}: no valid rollout")
     elif between.low <= -gate.margin:
         shown = f"{between.value:+.3f} ({between.low:+.3f} to {between.high:+.3f})"
-        failures.append(f"{gate.suite}: solve rate {shown} is not shown to be above -{gate.margin:g}")
+        failures.append(f"{gate.name}: solve rate {shown} is not shown to be above -{gate.margin:g}")
     if gate.cost_rise is not None:
         assert rise is not None, "checked before"
         if rise > gate.cost_rise:
-            failures.append(f"{gate.suite}: cost per task {rise:+.1%}, must be at most {gate.cost_rise:+.1%}")
+            failures.append(f"{gate.name}: cost per task {rise:+.1%}, must be at most {gate.cost_rise:+.1%}")
     return failures

@@ -163,7 +163,7 @@ class Releases:
             case Action.HOLD:
                 release = self._step(release, State.HELD, release.share, **facts)
             case Action.PROMOTE:
-                release = self._move(store, release, State.PROMOTED, release.share, **facts)
+                release = self._move(store, release, State.PROMOTED, 100, **facts)
             case Action.ROLL_BACK:
                 release = self._move(store, release, State.ROLLED_BACK, 0, **facts)
             case Action.WAIT:
@@ -224,7 +224,7 @@ class Releases:
         if release.state is State.CANDIDATE:
             raise _no_gate(release)
         self._require(release, State.CANARY, State.HELD, to="be promoted")
-        return self._move(store, release, State.PROMOTED, release.share, now=now, by=by, reason=reason)
+        return self._move(store, release, State.PROMOTED, 100, now=now, by=by, reason=reason)
 
     def hold(self, *, reason: str, now: float) -> Release:
         """Keep the canary of the newest release at its share until an operator decides. Raises `ReleaseRefused` if the

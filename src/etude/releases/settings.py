@@ -4,12 +4,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from etude import config
 from etude.config import ranged
+from etude.errors import InputError
+from etude.evals.suites import BUILT_IN
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class Metric:
 class SuiteGate:
     """What the candidate must keep on one suite, compared with the stable version on the same tasks.
 
-    - `suite`: the suite's file, or the name of a built-in suite.
+    - `suite`: the suite's file, relative to the file of these settings, or the name of a built-in suite.
+      `read_settings` makes its path absolute.
     - `margin`: by how much the solve rate may be lower. The whole confidence interval must be above -`margin`.
     - `cost_rise`: by how much the dollars per task may be higher, as a fraction (0.1: 10 per cent); None: costs are not
       compared."""
@@ -42,6 +47,11 @@ class SuiteGate:
     suite: str
     margin: float = ranged(0.02, low=0.0, high=1.0)
     cost_rise: float | None = ranged(None, low=0.0)
+
+    @property
+    def name(self) -> str:
+        """Its name in messages: that of the file, or of the built-in suite."""
+        return Path(self.suite).name
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,24 @@ class ReleaseSettings:
 def read_settings(path: Path, overrides: Sequence[str] = ()) -> ReleaseSettings:
     """Read the settings of a release. `overrides` are settings such as "alpha=0.01".
 
-    Raises `ConfigError` for a file that cannot be read, and for unknown, missing and invalid settings."""
+    Raises `ConfigError` for a file that cannot be read, and for unknown, missing and invalid settings, and `InputError`
+    for a suite that does not exist."""
     raw = config.read(path, overrides, noun="file of release settings", example="docs/guides/releases.md")
-    return config.build(ReleaseSettings, raw)
+    found = config.build(ReleaseSettings, raw)
+    gate = tuple(dataclasses.replace(one, suite=_suite_at(one.suite, path)) for one in found.gate)
+    return dataclasses.replace(found, gate=gate)
+
+
+def _suite_at(suite: str, settings: Path) -> str:
+    """Return the absolute path of a suite's file, or the name of a built-in suite."""
+    beside, here = (settings.parent / suite).absolute(), Path(suite).absolute()
+    if beside.is_file():
+        return str(beside)
+    if suite in BUILT_IN:
+        return suite
+    facts = f"{beside} does not exist, and no built-in suite has this name ({', '.join(BUILT_IN)})"
+    hint = f"correct the name in {settings}; a path is relative to that file"
+    if here.is_file():
+        facts += f"; {here} exists, but a path is relative to the file of settings"
+        hint = f"write suite = {os.path.relpath(here, settings.parent.absolute())!r} in {settings}"
+    raise InputError(f"no suite {suite!r}", facts, hint=hint)

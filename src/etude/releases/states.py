@@ -79,3 +79,15 @@ class Release(msgspec.Struct, frozen=True, kw_only=True):
     def is_open(self) -> bool:
         """Whether the release has not ended. While it is open, no other release can begin."""
         return self.state in OPEN
+
+
+def shares_now(newest: Release | None) -> dict[Version, int]:
+    """Return the percent of the users that each version serves now, as the newest release of a file says; None: empty.
+
+    The candidate has the share of the canary, and the stable version the rest; a promoted candidate is the stable
+    version. Versions that serve nobody are left out."""
+    if newest is None:
+        return {}
+    stable = newest.candidate if newest.state is State.PROMOTED else newest.stable
+    shares = {newest.candidate: newest.share, stable: 100 - newest.share}
+    return {version: share for version, share in shares.items() if share}

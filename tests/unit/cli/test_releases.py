@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit.releases.played import branches, published
 from tests.unit.releases.test_gate import played
 
 from etude.cli import main
+from etude.cli.serve import _stable
 from etude.config import build, to_toml
 from etude.evals import write_rows
 from etude.evals.records import record_path, write_record
+from etude.inference.config import EngineConfig
 from etude.loop.config import RunConfig
 from etude.loop.locations import weights_store
+from etude.loop.serving import ModelSource
+from etude.numerics.config import NumericsConfig
+from etude.privacy import PrivacyFolder
 from etude.records.completion import Version
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
+from etude.weights.chain.branches import drop
 
 SETTINGS = """
 shares = [50]
@@ -40,8 +47,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _write(folder: Path, label: str, version: Version, solved: int) -> None:
-    done = played(version, solved, label=label)
+def _write(folder: Path, label: str, version: Version, solved: int, **changed: Any) -> None:
+    done = played(version, solved, label=label, **changed)
     write_record(folder, done.record)
     write_rows(record_path(folder, "repair", label).with_suffix(".parquet"), done.rows)
 
@@ -107,6 +114,64 @@ def test_what_cannot_be_done_is_told_in_three_parts(place: Path, capsys: pytest.
         assert ("hint: " in told) == bool(said)
 
 
+def test_why_names_each_check_of_a_gate_that_cannot_be_made_with_its_reason_and_what_to_do(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def why() -> str:
+        capsys.readouterr()
+        assert main(["release", "why"]) == 0
+        return capsys.readouterr().out
+
+    (place / "own.toml").write_text('name = "own"\npurpose = "correctness"\n')
+    gates = '[{suite="repair", cost_rise=0.1}, {suite="own.toml"}]'
+    (place / "evals" / "repair" / "old.json").rename(place / "old.json")
+    assert main([*BEGIN, "--set", f"gate={gates}", "--set", "parity=true"]) == 0
+    told = why()
+    old, new = published(DirectoryStore(place / "store"))
+    assert "now: the gate cannot be decided:" in told
+    assert f"  repair: no result of the stable version {old} in evals or releases.sqlite.evals\n" in told
+    assert "    hint: etude eval repair --checkpoint RUN/checkpoints/step-000000 --prices FILE\n" in told
+    assert f"no result of the candidate {new}" in told
+    assert f"etude eval {place / 'own.toml'} --checkpoint RUN/checkpoints/step-000001\n" in told
+    assert "  parity: the candidate needs" in told
+    assert told.count("repair:") == 1, "the candidate's result on it is there"
+    (place / "old.json").rename(place / "evals" / "repair" / "old.json")
+    assert "  repair: no result" not in why(), "it needs no result any more"
+    _write(place / "evals", "old", old, 300, dollars=None)
+    assert "  repair: the cost per task is unknown, and cost_rise = 0.1 compares it\n    hint: " in why()
+    _write(place / "evals", "old", old, 300, suite_digest="1" * 16)
+    assert "  repair: the two versions were not evaluated on the same tasks" in why()
+    (place / "own.toml").unlink()
+    told = why()
+    assert f"  own.toml: no suite '{place / 'own.toml'}'" in told
+    assert "hint: restore the file; or end the release" in told
+    assert main(["release", "rollback", "--reason", "no suite"]) == 0
+    assert "now: " not in why()
+    assert main(BEGIN) == 0
+    _write(place / "evals", "old", old, 300)
+    assert "now: the gate is not decided; every result is there; decide it: etude release gate" in why()
+
+
+def test_a_suite_is_found_beside_the_file_of_settings_and_not_in_the_working_folder(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "settings").mkdir()
+    (place / "settings" / "release.toml").write_text(SETTINGS.replace("repair", "own.toml"))
+    begin = [*BEGIN[:-1], "settings/release.toml"]
+    suite = 'name = "own"\npurpose = "correctness"\n'
+    (place / "own.toml").write_text(suite)
+    assert main(begin) == 2
+    told = capsys.readouterr().err
+    assert "no suite 'own.toml'" in told
+    assert f"{place / 'settings' / 'own.toml'} does not exist" in told
+    assert f"{place / 'own.toml'} exists, but a path is relative to the file of settings" in told
+    assert "hint: write suite = '../own.toml' in settings/release.toml" in told
+    (place / "own.toml").rename(place / "settings" / "own.toml")
+    assert main(begin) == 0
+    assert main(["release", "why"]) == 0
+    assert f"etude eval {place / 'settings' / 'own.toml'} " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", ["promote", "hold", "resume", "rollback"])
 def test_a_decision_needs_a_reason(command: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(BEGIN) == 0
@@ -115,10 +180,10 @@ def test_a_decision_needs_a_reason(command: str, place: Path, capsys: pytest.Cap
     assert ended.value.code == 2
     assert "a reason is empty" in capsys.readouterr().err
     assert main(["release", "why"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2, "the release, and its begin"
+    assert len(capsys.readouterr().out.splitlines()) == 3, "the release, its begin, and what its gate needs"
 
 
-def test_a_run_is_not_served_with_the_releases_of_another_run(
+def test_a_run_neither_serves_nor_learns_with_the_releases_of_another_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -135,9 +200,37 @@ def test_a_run_is_not_served_with_the_releases_of_another_run(
     assert main(["release", "begin", "one", "1", "--settings", "release.toml"]) == 0
     told = served("two")
     assert "releases.sqlite has releases of other weights" in told
-    assert f"in {tmp_path / 'one'}; {Path('two/weights')} is served" in told
+    assert f"in {tmp_path / 'one'}; this run has its weights in {Path('two/weights')}" in told
     assert "hint: " in told
     no_engine = "checkpoints/mid is not a checkpoint"  # what comes after
     assert no_engine in served("one")
     (tmp_path / "one").rename(tmp_path / "moved")
     assert no_engine in served("moved")
+    (tmp_path / "moved").rename(tmp_path / "one")
+    with PrivacyFolder(tmp_path / "privacy"):
+        (tmp_path / "learn.toml").write_text('[outcomes]\nkept = 1.0\n[loop]\nrelease = "release.toml"\n')
+    words = ["--privacy", "privacy", "--feedback", "f.sqlite", "--settings", "learn.toml"]
+
+    def learnt(name: str) -> str:
+        assert main(["learn", name, *words, "--releases", "releases.sqlite"]) != 0
+        return capsys.readouterr().err
+
+    assert "releases.sqlite has releases of other weights" in learnt("two")
+    assert not (tmp_path / "f.sqlite").exists(), "nothing was begun"
+    assert "its RL has not ended" in learnt("one")
+
+
+def test_a_run_with_a_stable_version_serves_it_and_says_so(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "one", config_toml=to_toml(build(RunConfig, {})), seed=0)
+    store = weights_store(run)
+    source = ModelSource("one", tmp_path, tmp_path / "one" / "weights", None, NumericsConfig(), EngineConfig())
+    assert _stable(source._replace(store=None), newest=False) == (source._replace(store=None), "")
+    stable, last = published(store)
+    found, line = _stable(source, newest=False)
+    assert found.branch == "stable"
+    assert line.startswith(f"one: the stable version, {stable}; the newest is {last} (--newest serves it")
+    found, line = _stable(source, newest=True)
+    assert found.branch == ""
+    assert line == f"one: the newest version, {last}; the stable version is {stable}"
+    drop(store, "policy", "stable")
+    assert _stable(source, newest=False) == (source, "")

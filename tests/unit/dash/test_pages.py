@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from tests.shown_run import CHAT, ShownRunFolder
 from tests.unit.dash.browse import Browser, links, texts
+from tests.unit.releases.played import passed, settings
 
 from etude.experience.trace_reader import read_rollout
 from etude.experience.traces import trace_path
+from etude.records.completion import Version
+from etude.releases import Releases
+from etude.stores import DirectoryStore
+from etude.weights.chain.branches import point
 
 PAGES = (
     "", "versions", "versions/0", "versions/2", "versions/2?state=trained", "rollouts", "rollouts?state=trained",
@@ -153,6 +160,34 @@ def test_releases_are_shown_with_every_transition(browser: Browser) -> None:
     assert "10 % of users" in page
     assert "passed its gate" in page
     assert browser.get("/releases/2").status_code == 404
+
+
+def test_a_promoted_version_serves_the_users_that_no_canary_has(shown: ShownRunFolder, tmp_path: Path) -> None:
+    store = DirectoryStore(Path(shutil.copytree(shown.path / "weights", tmp_path / "store")))
+    old, second, third, path = *shown.versions[:3], tmp_path / "releases.sqlite"
+    for branch in ("stable", "canary"):
+        point(store, "policy", old, branch=branch)
+    browser = Browser(shown.path, releases=path)
+    with contextlib.closing(Releases(path)) as releases:
+
+        def canary(version: Version) -> None:
+            release = releases.begin(store, version, settings(), location=str(store.root), now=0.0)
+            releases.gate(passed(release), now=0.0)
+            releases.advance(store, now=0.0)
+
+        canary(second)
+        releases.promote(store, reason="better", now=1.0)
+        for page in ("/releases/1", "/releases"):
+            assert "promoted 100 %" in " ".join(texts(browser.get(page)).split())
+        assert "release 1: candidate, promoted, 100 % of users" in texts(browser.get("/run/laptop/versions/1"))
+        assert "% of users" not in texts(browser.get("/run/laptop/versions/0")), "it serves nobody"
+        point(store, "policy", second, branch="canary")  # as the next release asks
+        canary(third)
+        assert "promoted 90 % of users" in " ".join(texts(browser.get("/releases/1")).split())
+        found = texts(browser.get("/run/laptop/versions/1"))
+        assert "release 2: stable, canary, 90 % of users" in found
+        assert found.count("% of users") == 1
+        assert "release 2: candidate, canary, 10 % of users" in texts(browser.get("/run/laptop/versions/2"))
 
 
 def test_consent_is_shown_as_counts_without_any_name(browser: Browser, privacy: Path) -> None:

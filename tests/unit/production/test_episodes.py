@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from tests.served_answers import served_answer
 
 from etude.privacy import CaptureWriter, Level, PrivacyFolder, Subject
-from etude.production import Episode, find_episodes, rollout_of
+from etude.privacy.records import Captured, Content
+from etude.production import Episode, OpenEpisodes, rollout_of
 from etude.records.completion import Sampling
+from etude.records.rollout import Trace
 
 ACME, BOB = Subject.of("acme"), Subject.of("acme", "bob")
 
@@ -35,9 +37,18 @@ def captured(folder: Path, *answers: Any) -> None:
     assert writer.close(60)
 
 
-def found(folder: Path) -> list[Episode]:
+class Read(NamedTuple):
+    """An episode with its turns."""
+
+    episode: Episode
+    trace: Trace
+
+
+def found(folder: Path, **arguments: Any) -> list[Read]:
     with PrivacyFolder(folder) as opened:
-        return find_episodes(opened, since=0.0)
+        episodes = OpenEpisodes(opened)
+        read = [(one, episodes.read(one)) for one in episodes.find(since=0.0, **arguments)]
+    return [Read(one, trace) for one, trace in read if trace is not None]
 
 
 FIRST = np.arange(5, dtype=np.int32)
@@ -59,10 +70,10 @@ def test_answers_that_continue_each_other_are_one_conversation_with_the_tokens_t
     )
     with PrivacyFolder(tmp_path) as folder:
         subject = folder.keys.names(BOB).subject
-    bob, other = (one for one in found(tmp_path) if one.subject == subject)
-    assert bob.response_ids == ("a" * 32, "b" * 32, "d" * 32, "c" * 32)
+    bob, other = (one for one in found(tmp_path) if one.episode.subject == subject)
+    assert bob.episode.response_ids == ("a" * 32, "b" * 32, "d" * 32, "c" * 32)
     assert [turn.parent for turn in bob.trace.turns] == [None, 0, 0, 1]
-    assert other.response_ids == ("f" * 32,)
+    assert other.episode.response_ids == ("f" * 32,)
     path = bob.trace.path(3)
     assert path.token_ids.tolist() == [*third.tolist(), *b"six"]
     assert path.mask.sum() == len("onetwosix")
@@ -81,9 +92,50 @@ def test_an_answer_that_continues_one_that_was_trained_on_is_an_episode_with_the
     )
     with PrivacyFolder(tmp_path) as folder:
         [first] = folder.records.of_response("a" * 32)
-        [left] = find_episodes(folder, since=0.0, taken=lambda _: [first.record_id])
-    assert left.response_ids == ("b" * 32,)
+    [left] = found(tmp_path, taken=lambda _: [first.record_id])
+    assert left.episode.response_ids == ("b" * 32,)
     assert left.trace.turns[0].prompt_ids.tolist() == second.tolist()
+
+
+def test_an_answer_is_decrypted_again_only_when_its_subject_has_a_new_one_or_one_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = after(FIRST, "one")
+    captured(
+        tmp_path,
+        served_answer("bob", said="one", prompt_ids=FIRST, response_id="a" * 32),
+        served_answer("eve", said="her", prompt_ids=FIRST, response_id="e" * 32),
+    )
+    with PrivacyFolder(tmp_path) as folder:
+        read, decrypted = folder.records.read, list[str]()
+
+        def counted(record: Captured) -> Content:
+            decrypted.append(record.response_id[0])
+            return read(record)
+
+        monkeypatch.setattr(folder.records, "read", counted)
+        episodes = OpenEpisodes(folder)
+
+        def look(*taken: str) -> tuple[list[str], str]:
+            """The responses of each episode, and what was decrypted to know them."""
+            decrypted.clear()
+            ids = [one.record_id for i in taken for one in folder.records.of_response(i * 32)]
+            listed = episodes.find(since=0.0, taken=lambda _: ids)
+            return sorted("".join(i[0] for i in one.response_ids) for one in listed), "".join(sorted(decrypted))
+
+        assert look() == (["a", "e"], "ae")
+        assert look() == (["a", "e"], "")
+        captured(tmp_path, served_answer("bob", said="two", prompt_ids=second, response_id="b" * 32))
+        assert look() == (["ab", "e"], "ab")
+        assert look("a") == (["b", "e"], "b")
+        assert look("a") == (["b", "e"], "")
+        [bob] = [one for one in episodes.find(since=0.0) if one.response_ids[0] == "a" * 32]
+        folder.consent.set(Subject.of("acme", "eve"), Level.CAPTURE)
+        assert look() == (["ab"], "")
+        assert episodes.read(bob) is not None
+        folder.erase(BOB)
+        assert episodes.read(bob) is None
+        assert look() == ([], "")
 
 
 def test_only_what_may_be_trained_on_is_in_an_episode(tmp_path: Path) -> None:
@@ -91,7 +143,7 @@ def test_only_what_may_be_trained_on_is_in_an_episode(tmp_path: Path) -> None:
     assert len(found(tmp_path)) == 2
     with PrivacyFolder(tmp_path) as folder:
         folder.consent.set(BOB, Level.CAPTURE)
-    assert [one.response_ids for one in found(tmp_path)] == [("b" * 32,)]
+    assert [one.episode.response_ids for one in found(tmp_path)] == [("b" * 32,)]
     with PrivacyFolder(tmp_path) as folder:
         folder.erase(Subject.of("acme", "eve"))
     assert found(tmp_path) == []
@@ -110,7 +162,7 @@ def test_an_answer_without_tokens_is_no_episode_and_one_with_tokens_says_how_the
 )
 def test_the_kind_of_work_is_known_from_the_first_message(tmp_path: Path, messages: Any, kind: str) -> None:
     captured(tmp_path, served_answer("bob", messages=messages))
-    assert found(tmp_path)[0].kind == kind
+    assert found(tmp_path)[0].episode.kind == kind
 
 
 def test_conversations_with_equal_system_messages_are_of_one_kind(tmp_path: Path) -> None:
@@ -122,14 +174,14 @@ def test_conversations_with_equal_system_messages_are_of_one_kind(tmp_path: Path
             for i, text in enumerate(texts)
         ),
     )
-    kinds = sorted(one.kind for one in found(tmp_path))
+    kinds = sorted(one.episode.kind for one in found(tmp_path))
     assert len({*kinds}) == 2
     assert all(len(kind) == 16 for kind in kinds)
 
 
 def test_the_rollout_of_an_episode_has_no_text_in_its_task(tmp_path: Path) -> None:
     captured(tmp_path, served_answer("bob", messages=[{"role": "user", "content": "a secret"}]))
-    rollout = rollout_of(found(tmp_path)[0], "production-1-000000")
+    rollout = rollout_of(*found(tmp_path)[0], "production-1-000000")
     assert rollout.rollout_id == "production-1-000000.0"
     assert b"secret" not in msgspec.json.encode(rollout.task)
     assert rollout.task.family == "none"
@@ -139,7 +191,6 @@ def test_the_rollout_of_an_episode_has_no_text_in_its_task(tmp_path: Path) -> No
 def test_every_answer_is_in_exactly_one_episode_and_every_path_is_what_its_leaf_read(
     talks: list[tuple[int, int]],
 ) -> None:
-    from etude.privacy.records import Captured, Content
     from etude.production import episodes_of
 
     served, contexts = list[tuple[Captured, Content]](), [FIRST]
@@ -163,11 +214,12 @@ def test_every_answer_is_in_exactly_one_episode_and_every_path_is_what_its_leaf_
         served.append((Captured(answer=0, at=float(number), **facts, **names), content))
         contexts.append(after(prompt, chr(97 + sampled) * (sampled + 1)))
     episodes = episodes_of(served)
-    assert sorted(i for one in episodes for i in one.record_ids) == [captured.record_id for captured, _ in served]
+    assert sorted(i for one, _ in episodes for i in one.record_ids) == [captured.record_id for captured, _ in served]
     known = {captured.record_id: content for captured, content in served}
-    for one in episodes:
+    for one, trace in episodes:
+        assert one.num_sampled == sum(len(turn.completion.token_ids) for turn in trace.turns)
         for at, record_id in enumerate(one.record_ids):
             content = known[record_id]
             assert content.prompt_ids is not None
             assert content.token_ids is not None
-            assert one.trace.path(at).token_ids.tolist() == [*content.prompt_ids, *content.token_ids]
+            assert trace.path(at).token_ids.tolist() == [*content.prompt_ids, *content.token_ids]

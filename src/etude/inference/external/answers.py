@@ -251,7 +251,7 @@ def decode(body: bytes, kind: type[T], server: str, engine: str) -> T:
 def event_body(line: bytes, server: str, engine: str) -> bytes | None:
     """Return the JSON in one line of a streamed response, or None for a line without tokens.
 
-    Raises `EngineError` when the server ended the request with an error."""
+    Raises `EngineError` when the server ended the request with an error, `RefusedRequest` when it refused it."""
     if not line.startswith(b"data: ") or is_end(line):
         return None
     body = line[len(b"data: ") :]
@@ -265,8 +265,13 @@ def is_end(line: bytes) -> bool:
     return line.strip() == b"data: [DONE]"
 
 
+class RefusedRequest(EngineError):
+    """A server answered a request with the status 400, or its stream with an error of this code."""
+
+
 class _ErrorMessage(msgspec.Struct, frozen=True):
     message: str
+    code: int | str | None = None
 
 
 class _ErrorBody(msgspec.Struct, frozen=True):
@@ -276,6 +281,9 @@ class _ErrorBody(msgspec.Struct, frozen=True):
 def read_error(server: str, status: int, body: bytes, *, engine: str) -> EngineError:
     """Return the exception for a response whose status is not 200. Accepts any `body` without raising.
 
+    `status`: of the response. A code in the body goes before it, since a stream begins with the status 200. The error
+    is a `RefusedRequest` for 400.
+
     >>> print(read_error("vLLM", 400, b'{"error": {"message": "too long"}}', engine="engine-1"))
     vLLM of engine-1 answered 400: too long
       hint: see the engine's log
@@ -283,9 +291,12 @@ def read_error(server: str, status: int, body: bytes, *, engine: str) -> EngineE
     try:
         error = msgspec.json.decode(body, type=_ErrorBody).error
         message = error if isinstance(error, str) else error.message
+        if isinstance(error, _ErrorMessage) and isinstance(error.code, int):
+            status = error.code
     except ValueError:
         message = repr(body[:200])
-    return EngineError(f"{server} of {engine} answered {status}", message[:500], hint="see the engine's log")
+    kind = RefusedRequest if status == 400 else EngineError
+    return kind(f"{server} of {engine} answered {status}", message[:500], hint="see the engine's log")
 
 
 def broken_answer(server: str, engine: str, facts: str) -> BrokenAnswer:

@@ -376,12 +376,7 @@ class ExternalEngine:
             async with self.client.answer(dialect.GENERATE, body, deadline_s=None) as answer:
                 if answer.status != 200:
                     error = answers.read_error(self.client.server, answer.status, await answer.read(), engine=self.name)
-                    if answer.status == 400 and request.sampling.grammar:
-                        hint = (
-                            "simplify the grammar; or start the server with its tokeniser: see docs/guides/sampling.md"
-                        )
-                        raise InvalidGrammar(error.what, error.facts, hint=hint)
-                    raise error
+                    raise _of_grammar(request, error)
                 async for line in answer.content:
                     if done := answers.is_end(line):
                         return
@@ -400,11 +395,7 @@ class ExternalEngine:
         try:
             return self._dialect.read_event(line, engine=self.name)
         except EngineError as error:
-            if not request.sampling.grammar or error.facts != answers.FAILED:
-                raise
-            what = f"the engine failed to follow the grammar of request {request.request_id}"
-            hint = "simplify the grammar, or send the request without it"
-            raise InvalidGrammar(what, f"{error.what}: {error.facts}", hint=hint) from None
+            raise _of_grammar(request, error) from None
 
     async def _finish(self, request: CompletionRequest, sent: _SentRequest, answer: AnswerPart) -> Completion:
         if answer.finish_reason == "abort" and not sent.active.ended:
