@@ -376,7 +376,7 @@ class ExternalEngine:
             async with self.client.answer(dialect.GENERATE, body, deadline_s=None) as answer:
                 if answer.status != 200:
                     error = answers.read_error(self.client.server, answer.status, await answer.read(), engine=self.name)
-                    raise _of_grammar(request, error)
+                    raise _explained(error, request)
                 async for line in answer.content:
                     if done := answers.is_end(line):
                         return
@@ -390,12 +390,12 @@ class ExternalEngine:
     def _read_event(self, line: bytes, request: CompletionRequest) -> AnswerPart | None:
         """Parse one line of the response to a request.
 
-        Raises `EngineError`, and `InvalidGrammar` if the server could not follow the request's grammar. Another engine
-        would fail, too."""
+        Raises `EngineError`, and `InvalidGrammar` if the server refused or could not follow the request's grammar.
+        Another engine would fail, too."""
         try:
             return self._dialect.read_event(line, engine=self.name)
         except EngineError as error:
-            raise _of_grammar(request, error) from None
+            raise _explained(error, request) from None
 
     async def _finish(self, request: CompletionRequest, sent: _SentRequest, answer: AnswerPart) -> Completion:
         if answer.finish_reason == "abort" and not sent.active.ended:
@@ -440,6 +440,18 @@ class ExternalEngine:
     def _cache_salt(self) -> str:
         """Return the cache salt of the current adoption: requests share cached prefixes only within one adoption."""
         return f"{self._salt}-{self.adoption}"
+
+
+def _explained(error: EngineError, request: CompletionRequest) -> EngineError:
+    """Return the error for a request that a server refused or failed: `InvalidGrammar` where its grammar is the cause."""
+    if request.sampling.grammar and isinstance(error, answers.RefusedRequest):
+        hint = "simplify the grammar; or start the server with its tokeniser: see docs/guides/sampling.md"
+        return InvalidGrammar(error.what, error.facts, hint=hint)
+    if request.sampling.grammar and error.facts == answers.FAILED:
+        what = f"the engine failed to follow the grammar of request {request.request_id}"
+        hint = "simplify the grammar, or send the request without it"
+        return InvalidGrammar(what, f"{error.what}: {error.facts}", hint=hint)
+    return error
 
 
 def _trial(prompt: list[int], num_tokens: int, held: Version) -> CompletionRequest:

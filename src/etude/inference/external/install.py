@@ -73,6 +73,8 @@ def _steps(environment: Environment, device: str, constraints: Sequence[str]) ->
     steps += [(", ".join(names), [*pip, "install", *constraints, *names]) for names in pins[device]["install"]]
     needs = [*pins["etude"], *pins["extras"]]
     steps.append(("what etude needs there", [*pip, "install", *constraints, *needs]))
+    if replaced := pins.get("replace"):
+        steps.append((", ".join(replaced), [*pip, "install", "--no-deps", *replaced]))
     if removed := pins[device]["remove"]:
         steps.append((f"without {', '.join(removed)}", [*pip, "uninstall", "--yes", *removed]))
     steps.append(("a first import", [str(environment.python), "-c", pins["trial"]]))
