@@ -443,7 +443,7 @@ class ExternalEngine:
 
 
 def _explained(error: EngineError, request: CompletionRequest) -> EngineError:
-    """Return the error for a request that a server refused or failed: `InvalidGrammar` where its grammar is the cause."""
+    """Return the error of a request that a server refused or failed: `InvalidGrammar` if its grammar is the cause."""
     if request.sampling.grammar and isinstance(error, answers.RefusedRequest):
         hint = "simplify the grammar; or start the server with its tokeniser: see docs/guides/sampling.md"
         return InvalidGrammar(error.what, error.facts, hint=hint)

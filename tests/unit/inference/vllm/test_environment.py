@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import subprocess
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -77,6 +78,11 @@ def test_of_etude_the_package_alone_can_be_imported_there(tmp_path: Path) -> Non
     path = link_package(link_package(tmp_path).parent)  # twice: another etude may have linked itself before
     assert [found.name for found in path.iterdir()] == ["etude"]
     assert (path / "etude").resolve() == Path(etude.__file__).parent.resolve()
+
+
+def test_the_library_of_grammars_is_installed_in_the_version_of_etude(tmp_path: Path) -> None:
+    [argv] = [argv for _, argv in installing._steps(environment(tmp_path), "cpu", []) if "--no-deps" in argv]
+    assert argv[-1] == f"llguidance=={version('llguidance')}", "another version would allow other texts"
 
 
 def test_a_step_that_fails_is_told_and_leaves_no_environment_and_the_next_install_goes_on(

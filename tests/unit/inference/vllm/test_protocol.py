@@ -115,6 +115,15 @@ def test_a_recorded_refusal_says_what_vllm_said() -> None:
     assert error.facts.startswith("The decoder prompt (length 300) is longer")
 
 
+def test_a_refusal_within_a_stream_has_its_own_status() -> None:
+    refusal = b'data: {"error": {"message": "Grammar error", "type": "BadRequestError", "param": null, "code": 400}}\n'
+    with pytest.raises(answers.RefusedRequest, match="answered 400: Grammar error"):
+        protocol.read_event(refusal, engine="engine-1")
+    with pytest.raises(EngineError, match="answered 500: Internal server error") as found:
+        protocol.read_event(b'data: {"error": {"message": "Internal server error", "code": 500}}\n', engine="engine-1")
+    assert not isinstance(found.value, answers.RefusedRequest)
+
+
 @pytest.mark.parametrize("cut", range(0, 1200, 97))
 def test_a_truncated_answer_is_an_error(cut: int) -> None:
     with pytest.raises(BrokenAnswer):
