@@ -44,7 +44,7 @@ class HttpClient:
         self._port, self._path = parts.port or (443 if self._tls else 80), parts.path.rstrip("/")
         lines = "".join(f"{name}: {value}\r\n" for name, value in {"host": parts.netloc, **headers}.items())
         if lines.count("\n") != lines.count("\r") or lines.count("\n") != len(headers) + 1 or not self._path.isascii():
-            raise ValueError("a header has a line break, or the path is not ASCII")
+            raise ValueError(f"a header has a line break, or the path {self._path!r} is not ASCII")
         self._rest = f" HTTP/1.1\r\n{lines}".encode("latin-1")
         self._connections = set[_Connection]()
         self._idle = dict[_Connection, None]()  # the one that was used last is at the end
@@ -158,7 +158,10 @@ class HttpResponse:
         self._waiter: asyncio.Future[bool] | None = None
 
     async def read(self) -> bytes:
-        """Return the rest of the body. Raises `Broken`, also for more than `MAX_BODY_BYTES`, and `TimeoutError`."""
+        """Return the rest of the body.
+
+        Raises `Broken` if the connection fails or more than `MAX_BODY_BYTES` are unread, and `TimeoutError` after
+        `silence_s` without data (not with `on_silence`)."""
         self._want(MAX_BODY_BYTES)
         while not self.is_whole:
             await self._more()
@@ -166,8 +169,10 @@ class HttpResponse:
         return body
 
     async def readexactly(self, num_bytes: int) -> bytes:
-        """Return the next bytes of the body. Raises `asyncio.IncompleteReadError` if it has fewer, `Broken`, and
-        `TimeoutError`."""
+        """Return the next `num_bytes` bytes of the body.
+
+        Raises `asyncio.IncompleteReadError` if the body ends before, `Broken` if the connection fails, and
+        `TimeoutError` after `silence_s` without data (not with `on_silence`)."""
         self._want(num_bytes)
         while len(self._body) < num_bytes:
             if self.is_whole:

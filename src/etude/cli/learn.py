@@ -164,7 +164,9 @@ async def _work(windows: Windows, signals: FeedbackSignals, telemetry: Telemetry
         await run_in_thread(partial(check_suite, gate.suite, windows.run))
         if gate.cost_rise is not None and prices is None:
             what, facts = f"the gate of {gate.name} has cost_rise, and there are no prices", "a cost would be unknown"
-            raise InputError(what, facts, hint='write prices = "prices.toml" in the section [loop] of --settings')
+            raise InputError(
+                what, facts, hint='write prices = "prices.toml" in [loop] of --settings, or remove cost_rise'
+            )
     if prices is not None:
         read_prices(prices)
     loop = ProductionLoop(windows, release, telemetry, signals.outcomes, args.releases, poll_s=args.poll_s, tell=tell)

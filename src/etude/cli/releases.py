@@ -128,9 +128,9 @@ def why(args: argparse.Namespace) -> int:
 
 
 def refuse_other_releases(path: Path, location: str) -> None:
-    """Check that the newest release of a file is of the weights of a run, which are at `location`.
+    """Raise `InputError` unless the newest release in `path`, if any, is of the weights at `location`.
 
-    If its weights were moved since, it must be of a version that is there. Raises `InputError`."""
+    If no store is left where the release says, the store at `location` must have its candidate."""
     with contextlib.closing(Releases(path)) as releases:
         found = releases.all()[-1:]
     for release in found:

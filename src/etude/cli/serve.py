@@ -32,7 +32,7 @@ def serve(args: argparse.Namespace) -> int:
     """Serve checkpoints and runs over HTTP until interrupted. Returns the exit code.
 
     Of a run, the version of its branch `stable` is served. Without such a branch, or with `--newest`, it is the newest
-    version."""
+    version. With `--releases`, the branches `stable` and `canary` are served; with `--fleet`, what its engines have."""
     from etude.loop import event_loop
 
     models = dict(_named_path(text) for text in args.models) if args.models else {}

@@ -158,7 +158,9 @@ class Lines(Divided):
     """Base class of sources that read one document from each line of JSON in files."""
 
     def ranges(self, files: Sequence[str]) -> list[list[Any]]:
-        """Return [file, first byte, last byte + 1, mtime in ns] for each piece of the files that match a pattern."""
+        """Divide the files that match the glob patterns `files` into pieces of at most `PIECE_BYTES`.
+
+        Returns [file, first byte, last byte + 1, mtime in ns] of each. Raises `InputError` if no file matches."""
         found = list[list[Any]]()
         for name in matching(files, "JSON lines"):
             stat = os.stat(name)

@@ -89,8 +89,10 @@ async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
 
 
 async def run_until(gone: asyncio.Task[None], work: Awaitable[T]) -> T:
-    """Await `work` and return its result. When the task `gone`, which waits for the client's end, ends first, cancel
-    `work` and raise `ClientDisconnect`."""
+    """Await `work` and return its result.
+
+    If the task `gone`, which ends when the client disconnects, ends before it, cancels `work` and raises
+    `ClientDisconnect`. The caller cancels `gone`."""
     scope, ended = asyncio.timeout(None), False
 
     def stop(_: asyncio.Task[None]) -> None:

@@ -79,7 +79,7 @@ def merge_adapter(
     """Merge an adapter into the weights of `model`, its base, in place. Returns the adapters.
 
     `tensors`: A and B by PEFT's names, all of one dtype; the model is rounded to the same dtype. `where`: path of the
-    adapter, for errors. `weight_dtype`: the dtype of A and B in memory, for an optimiser (None: the published dtype).
+    adapter, for errors. `weight_dtype`: the dtype of A and B in memory, for an optimiser (None: that of `tensors`).
 
     Raises `CheckpointError` when the adapter does not fit."""
     kinds = {tensor.dtype for tensor in tensors.values()}

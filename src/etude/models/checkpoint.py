@@ -202,10 +202,11 @@ def load_model(
     - `operators`: the arithmetic of the model; None: exact, in `dtype`.
     - `weight_dtype`: dtype of the weights in memory (None: `Operators.storage_dtype`).
     - `parallel`: the rank whose part is loaded.
-    - `device`: weights are copied there tensor by tensor (None: the CPU).
+    - `device`: weights are copied there tensor by tensor (None: the CPU); an adapter is merged on the CPU before.
 
-    Raises `CheckpointError` for a missing or damaged file, an unsupported architecture, weights that do not fit the
-    config, weights with NaN or infinities, and a stored output head that differs from tied embeddings."""
+    Raises `ConfigError` for an adapter on several ranks, and `CheckpointError` for a missing or damaged file, an
+    unsupported architecture, weights that do not fit the config, weights with NaN or infinities, and a stored output
+    head that differs from tied embeddings."""
     path, device = Path(path), device or torch.device("cpu")
     if (path / ADAPTER_CONFIG).is_file():
         return _load_merged(path, dtype=dtype, operators=operators, weight_dtype=weight_dtype, parallel=parallel).to(

@@ -57,12 +57,14 @@ def family_of(name: str) -> ModelFamily:
 
 
 def own_family_names() -> list[str]:
-    """Return the import paths of the user's own families: those in `OWN_FAMILIES` and those named in a config."""
+    """Return the import paths in the environment variable `OWN_FAMILIES`, of families that users wrote."""
     return [name for name in os.environ.get(OWN_FAMILIES, "").split(",") if name]
 
 
 def wrapped_family(raw: Mapping[str, Any]) -> ModelFamily | None:
-    """Return the family of the text model of a config.json of a model for images and text; None for a text model."""
+    """Return the family whose `wrappers` have the model_type of `raw`, the config.json of a model for images and text.
+
+    None for any other model_type."""
     kind = raw.get("model_type")
     families = (family_of(name) for name in (*FAMILY_NAMES, *own_family_names()))
     return next((family for family in families if kind in family.wrappers), None)

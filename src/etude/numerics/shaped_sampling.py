@@ -25,10 +25,10 @@ class Shape:
 
     Per row: `uniform_R` are float32 random numbers in [0, 1); `temperature_R` is 1 where `greedy_R`; `min_p_R` 0,
     `top_k_R` V and `top_p_R` 1 keep all tokens; `forbidden_RV` masks forbidden tokens (None: none). `sorts`: some row
-    has top_k or top_p. N changes of single logits, in this order: `bias_N` is added to the logit of token `tokens_N` in
-    row `rows_N`, then positive logits are divided and others multiplied by `repetition_N`, then `penalty_N` is
-    subtracted. `most_k`: the largest top_k if every row has one and none has top_p, so that nothing is sorted; else
-    0."""
+    has top_k or top_p. V is the size of the vocabulary. N changes of single logits, in this order: `bias_N` is added to
+    the logit of token `tokens_N` in row `rows_N`, then positive logits are divided and others multiplied by
+    `repetition_N`, then `penalty_N` is subtracted. `most_k`: the largest top_k if every row has one and none has top_p
+    (`topk` then replaces the sort), else 0."""
 
     uniform_R: torch.Tensor
     temperature_R: torch.Tensor

@@ -61,7 +61,9 @@ class PrivacyFolder:
         return self.allowed(self.records.find(record_ids), level)
 
     def allowed(self, records: Iterable[Captured], level: Level) -> set[str]:
-        """Return the ids of those of these records, which were just read, that may be used for `level` now."""
+        """Return the ids of those of `records` that may be used for `level` now.
+
+        It does not check that they still exist: read them just before, or call `usable`."""
         found = [one for one in records if one.level >= level]
         subjects = {one.names for one in found}
         allowing = {one for one in subjects if self.consent.level_of(one) >= level and self.keys.find(one) is not None}

@@ -97,11 +97,11 @@ class OpenEpisodes:
         limit: int = MAX_RECORDS,
         taken: Callable[[Collection[str]], Collection[str]] = lambda _: (),
     ) -> list[Episode]:
-        """Return the episodes of all answers that were served from `since` on (Unix time in s), the oldest first.
+        """Return the episodes of all answers that were served from `since` on (Unix time in s), by their last answer.
 
-        Answers are left out whose subject does not allow training now, that were captured under a lower level, or that
-        cannot be read. At most `limit` answers are read, the oldest ones. `taken`: returns those of these record ids
-        that were trained on; an answer that continues one of them begins an episode of its own."""
+        Left out are answers whose subject does not allow training now, that were captured under another level than
+        `Level.TRAIN`, without tokens, or unreadable. `limit`: of answers, the oldest ones. `taken`: returns which of
+        the given record ids were trained on; an answer that continues one of them begins an episode of its own."""
         found = self._folder.records.served(after=(since, ""), level=Level.TRAIN, limit=limit)
         usable = self._folder.allowed(found, Level.TRAIN)
         usable -= set(taken(usable))

@@ -61,7 +61,7 @@ def read_played(folder: Path, suite: str, label: str) -> Played:
 
 
 def loop_evals(releases: Path) -> Path:
-    """Return the folder where the endless loop stores the results of its gate, beside the file of releases."""
+    """Return the folder with the gate's results of `etude learn --releases`: `<name>.evals` beside that file."""
     return releases.with_name(f"{releases.name}.evals")
 
 
@@ -117,7 +117,7 @@ def read_parity(path: Path) -> str:
 
 
 def not_comparable(new: EvalRecord, old: EvalRecord, candidate: Version, stable: Version) -> str:
-    """Return why two results say nothing about the two versions; "" if they do."""
+    """Return why the results `new` and `old` cannot decide between `candidate` and `stable`; "" if they can."""
     if is_of(new, stable) and is_of(old, candidate):
         return "the results of the candidate and of the stable version are exchanged"
     for record, version, name in ((new, candidate, "candidate"), (old, stable, "stable version")):
@@ -131,13 +131,17 @@ def not_comparable(new: EvalRecord, old: EvalRecord, candidate: Version, stable:
 
 
 def is_of(record: EvalRecord, version: Version) -> bool:
-    """Return whether a result is of these weights, also if another start of the learner published them."""
+    """Return whether `record` is of the weights of `version`: its step and digest are the same.
+
+    The incarnation, which is new at each start of a learner, may differ."""
     step, _, digest = str(version).split("-")
     return record.version is not None and record.version.split("-")[::2] == [step, digest]
 
 
 def cost_rise(new: EvalRecord, old: EvalRecord) -> float | None:
-    """Return by which share a task of the new result costs more; None: unknown."""
+    """Return how much more a task of `new` costs than one of `old`, as a fraction (.1: 10 percent).
+
+    None: a cost is unknown, `old` cost nothing, or one of them has no tasks."""
     a, b = (one.result.dollars for one in (new, old))
     tasks = [one.result.num_tasks for one in (new, old)]
     if a is None or not b or not all(tasks):

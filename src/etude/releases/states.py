@@ -58,8 +58,8 @@ class Release(msgspec.Struct, frozen=True, kw_only=True):
 
     - `number`: from 1. `location`, `channel`: the store and the channel of the weights.
     - `candidate`, `stable`: the two versions when the release began.
-    - `share`: percent of the subjects that get the candidate. `since`: when the share or the state changed last, in
-      seconds since 1970. `salt`: random bytes; the version of a subject is computed from them and its name.
+    - `share`: percent of the subjects that get the candidate as a canary. `since`: when the share or the state changed
+      last, in seconds since 1970. `salt`: random bytes; the version of a subject is computed from them and its name.
     - `pending`: a transition that was decided, while the pointers of the channel have not all moved yet; None: there is
       none."""
 
@@ -82,7 +82,7 @@ class Release(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shares_now(newest: Release | None) -> dict[Version, int]:
-    """Return the percent of the users that each version serves now, as the newest release of a file says; None: empty.
+    """Return {version: percent of the users that it serves now}, from the newest release of a file; {} for None.
 
     The candidate has the share of the canary, and the stable version the rest; a promoted candidate is the stable
     version. Versions that serve nobody are left out."""

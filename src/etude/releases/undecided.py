@@ -60,12 +60,14 @@ def _of_suite(gate: SuiteGate, release: Release, folders: Sequence[Path]) -> Ite
     pairs = [(new, old) for new in both[0] for old in both[1]]
     wrong = [not_comparable(new, old, release.candidate, release.stable) for new, old in pairs]
     if pairs and all(wrong):
-        yield Missing(gate.name, wrong[0], f"evaluate both again: etude eval {gate.suite} --checkpoint ...{priced}")
+        yield Missing(
+            gate.name, wrong[0], f"evaluate both again: etude eval {gate.suite} --checkpoint CHECKPOINT{priced}"
+        )
     comparable = [pair for pair, problem in zip(pairs, wrong, strict=True) if not problem]
     if comparable and gate.cost_rise is not None and all(cost_rise(*pair) is None for pair in comparable):
         why = f"the cost per task is unknown, and cost_rise = {gate.cost_rise:g} compares it"
         hint = "evaluate both again with a table of prices that has the model: etude eval ... --prices FILE"
-        yield Missing(gate.name, why, f"{hint}; the endless loop takes it from prices in [loop]")
+        yield Missing(gate.name, why, f"{hint}; the endless loop takes it from prices in [loop] of its --settings")
 
 
 def _checkpoint(version: Version) -> str:

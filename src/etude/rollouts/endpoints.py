@@ -256,7 +256,7 @@ class RolloutEndpoints:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             fields = None
         if not isinstance(fields, dict):
-            raise invalid_request("the body is not a JSON object\n  hint: send the body of a request of this API")
+            raise invalid_request("the body is not a JSON object\n  hint: send a JSON object, as this API has it")
         n = fields.pop("n", None) or 1
         if type(n) is not int or not 1 <= n <= MAX_ANSWERS:
             raise invalid_request(f"n must be from 1 to {MAX_ANSWERS}", "n")
@@ -293,7 +293,7 @@ class RolloutEndpoints:
         try:
             order = msgspec.json.decode(await _body(request), type=_Order)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            hint = "send command, or path, or path and content in base64"
+            hint = "exec needs command; read needs path; write needs path, and content in base64"
             raise invalid_request(f"the body is not a request to the machine: {error}\n  hint: {hint}") from None
         machine = self._episode.machine
         try:
@@ -416,7 +416,8 @@ def _refusal(error: BaseException, episode: Episode) -> RequestRefused:
         return Ended(message)
     if isinstance(error, TooManyRequests):
         message = (
-            f"too many requests of this rollout are running: {MAX_PARALLEL} may\n  hint: wait for some of them first"
+            f"too many requests of this rollout are running: at most {MAX_PARALLEL} may run at once\n"
+            "  hint: wait for some of them first"
         )
         return RequestRefused(429, message, code="rate_limit_exceeded")
     if isinstance(error, ContextFull):

@@ -286,7 +286,7 @@ def read_error(server: str, status: int, body: bytes, *, engine: str) -> EngineE
 
     >>> print(read_error("vLLM", 400, b'{"error": {"message": "too long"}}', engine="engine-1"))
     vLLM of engine-1 answered 400: too long
-      hint: see the engine's log
+      hint: change the request as the message says, or see the engine's log
     """
     try:
         error = msgspec.json.decode(body, type=_ErrorBody).error
@@ -295,8 +295,10 @@ def read_error(server: str, status: int, body: bytes, *, engine: str) -> EngineE
             status = error.code
     except ValueError:
         message = repr(body[:200])
-    kind = RefusedRequest if status == 400 else EngineError
-    return kind(f"{server} of {engine} answered {status}", message[:500], hint="see the engine's log")
+    kind, hint = EngineError, "see the engine's log"
+    if status == 400:
+        kind, hint = RefusedRequest, f"change the request as the message says, or {hint}"
+    return kind(f"{server} of {engine} answered {status}", message[:500], hint=hint)
 
 
 def broken_answer(server: str, engine: str, facts: str) -> BrokenAnswer:

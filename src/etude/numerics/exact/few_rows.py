@@ -1,9 +1,9 @@
 """Matrix products of few rows by a Rust kernel, `native/src/product.rs`, with the bits of the vendor's GEMM.
 
 The vendor's GEMM turns all weights into another layout before it multiplies, which costs several times as much as a
-product of four rows. The kernel does it in registers. It adds in the same order: chains of fused multiply-adds over
-blocks of inputs. The caller measures which block gives the vendor's bits (`matmul.block_for`). The kernel needs Linux
-and AVX-512. It uses one thread, and releases the GIL. There is no gradient.
+product of four rows. The kernel turns 32 outputs at a time in registers. It adds in the same order: chains of fused
+multiply-adds over blocks of inputs. The caller measures which block gives the vendor's bits (`matmul.block_for`). The
+kernel needs Linux and AVX-512. It uses one thread, and releases the GIL. There is no gradient.
 
 Shapes: S rows sorted by group, E groups, I and O width in and out."""
 
@@ -33,9 +33,11 @@ def _kernel() -> Callable[[object], int] | None:
 
 
 def products(x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], block: int) -> torch.Tensor | None:
-    """Multiply each group's rows by its matrix, float32 [S, O]. None where the kernel cannot compute the sizes.
+    """Return x @ weight.T of each group of rows with its matrix, float32 [S, O].
 
-    `rows`: the number of rows of each group, S in all. `block`: the number of inputs in one chain of sums."""
+    None if the library or AVX-512 is missing, or if I, O or `block` is no multiple of `LANES`, or `block` not in
+    [`LANES`, `MAX_BLOCK`]. `rows`: the number of rows of each group, S in all. `block`: the number of inputs in one
+    chain of sums."""
     kernel, (out_size, in_size) = _kernel(), weight_EOI.shape[-2:]
     if kernel is None or in_size % LANES or out_size % LANES or block % LANES or not LANES <= block <= MAX_BLOCK:
         return None

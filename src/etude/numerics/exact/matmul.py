@@ -63,7 +63,7 @@ def product_for(out_size: int, in_size: int, *, turned: bool = False) -> Product
 
 
 def block_for(x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int]) -> int:
-    """Return the block with which `few_rows.products` computes the vendor's bits for these tensors; 0: use the vendor.
+    """Return the `block` with which `few_rows.products` equals the vendor's GEMM bit for bit; 0: use the GEMM.
 
     The kernel is for at most `KERNEL_ROWS` rows of each matrix, on one thread, where no gradient is wanted."""
     plain = type(x_SI) is torch.Tensor and x_SI.device.type == "cpu" and weight_EOI.stride(-1) == 1
