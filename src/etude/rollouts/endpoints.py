@@ -31,7 +31,7 @@ from urllib.parse import quote
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from etude.capture.short_work import ShortWork
@@ -39,6 +39,7 @@ from etude.errors import ContextFull, EngineError, EtudeError, MachineError, nea
 from etude.gateway import DIALECTS, Answer, ChatRequest, Dialect, RequestRefused
 from etude.gateway.dialects import messages
 from etude.gateway.errors import context_exceeded, from_error, invalid_request, openai_error
+from etude.gateway.http import json_response
 from etude.harness.episode import Episode, EpisodeEnded, Refusal
 from etude.http_server import bind, disconnected, run_http_server
 from etude.rollouts.attribution import (
@@ -99,7 +100,7 @@ class RolloutEndpoints:
         except RequestRefused as refused:
             self._note_refusal(request, refused)
             body = openai_error(refused) if dialect is None else dialect.error(refused)
-            response = JSONResponse(body, refused.status, refused.headers)
+            response = json_response(body, refused.status, refused.headers)
         except ClientDisconnect:
             return
         except Exception as error:  # noqa: BLE001  a defect of ours is no fault of the agent
@@ -110,22 +111,22 @@ class RolloutEndpoints:
             self._episode.failure = self._episode.failure or failure
             self._attribution.failed.set()
             ended = Ended("the endpoints failed, so the rollout ends", 500, "internal_error")
-            response = JSONResponse(openai_error(ended), ended.status, ended.headers)
+            response = json_response(openai_error(ended), ended.status, ended.headers)
         if response is not None:
             await response(scope, receive, send)
 
     async def _respond(self, request: Request, send: Send) -> Response | None:
         path = self._inner_path(request)
         if path == "/v1/models" and request.method == "GET":
-            return JSONResponse({"object": "list", "data": [self._card("etude")]})
+            return json_response({"object": "list", "data": [self._card("etude")]})
         if path.startswith("/v1/models/") and request.method == "GET":
-            return JSONResponse(self._card(path.removeprefix("/v1/models/")))
+            return json_response(self._card(path.removeprefix("/v1/models/")))
         if path in _BY_PATH and request.method == "POST":
             await self._chat(_BY_PATH[path], request, send)
             return None
         if path == "/v1/messages/count_tokens" and request.method == "POST":
             chat = await self._read(messages.read_count, request)
-            return JSONResponse({"input_tokens": await self._count(chat)})
+            return json_response({"input_tokens": await self._count(chat)})
         if self._secret is not None and path.startswith("/machine/") and request.method == "POST":
             return await self._machine(path.removeprefix("/machine/"), request)
         raise _no_endpoint(request.method, path, machine=self._secret is not None)
@@ -193,7 +194,7 @@ class RolloutEndpoints:
                 response: Response = StreamingResponse(events, media_type="text/event-stream", headers=headers)
                 await response(request.scope, request.receive, send)
             else:
-                response = JSONResponse(dialect.body(chat, accepted.head, answers))
+                response = json_response(dialect.body(chat, accepted.head, answers))
                 await response(request.scope, request.receive, send)
                 accepted.delivered = True
         finally:
@@ -301,10 +302,10 @@ class RolloutEndpoints:
                 return await self._exec(order)
             if what == "read":
                 data = await machine.read(order.path, max_bytes=MAX_BODY_BYTES)
-                return JSONResponse({"content": base64.b64encode(data).decode()})
+                return json_response({"content": base64.b64encode(data).decode()})
             if what == "write":
                 await machine.write(order.path, base64.b64decode(order.content, validate=True))
-                return JSONResponse({})
+                return json_response({})
         except (OSError, ValueError, binascii.Error) as error:
             code = "not_found" if isinstance(error, FileNotFoundError) else "refused"
             raise RequestRefused(400, str(error) or type(error).__name__, code=code) from None
@@ -327,7 +328,7 @@ class RolloutEndpoints:
             cwd=order.cwd,
             env=order.env,
         )
-        return JSONResponse(
+        return json_response(
             {
                 "exit_code": result.exit_code,
                 "output": result.output.decode(errors="replace"),

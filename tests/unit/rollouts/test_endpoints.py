@@ -494,12 +494,22 @@ REQUESTS = {
 }
 
 
+OWN_TOOLS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}},
+    "/v1/responses": {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False},
+    "/v1/messages": {"name": "look", "input_schema": {"type": "object"}},
+}
+
+
 @pytest.mark.parametrize("path", REQUESTS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_all_dialects_are_attributed(path: str, stream: bool) -> None:
+@pytest.mark.parametrize("tools", [False, True])
+def test_all_dialects_are_attributed(path: str, stream: bool, tools: bool) -> None:
     async def work() -> None:
+        own = {"tools": [OWN_TOOLS[path]]} if tools else {}
+        body = {"model": "m", "temperature": 0.3, "stream": stream, **REQUESTS[path], **own}
         async with client(scripted(text("hello"))) as c:
-            async with c.post(path, {"model": "m", "temperature": 0.3, "stream": stream, **REQUESTS[path]}) as response:
+            async with c.post(path, body) as response:
                 said = await response.text()
                 assert response.status == 200, said
                 assert "hello" in said

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from etude.gateway.answers import Answer, ResponseHead
@@ -72,6 +72,9 @@ class _TextStream(CompletionStream):
 
     def _content(self, piece: str) -> dict[str, Any]:
         return {"text": piece}
+
+    def _reasoning(self, piece: str, index: int) -> Iterator[bytes]:
+        return self._text(piece, index)  # there is no template that would mark reasoning
 
 
 DIALECT = Dialect("text", "/v1/completions", read, body, _TextStream, openai_error)
