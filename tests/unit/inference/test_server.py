@@ -243,7 +243,7 @@ def test_our_own_engine_is_checked_as_those_of_another_make_are(capfd: pytest.Ca
     assert main(["engines", "check", "reference"]) == 0
     said = capfd.readouterr().out
     assert "exact" in said.splitlines()[0]
-    assert "follows: step 1, log-probabilities within 0.0e+00 of ours" in said
+    assert "loads versions: step 1, log-probabilities within 0.0e+00 of the learner's" in said
 
 
 def empty(store: DirectoryStore) -> None:
