@@ -201,5 +201,8 @@ class HttpEngine:
             try:
                 self._http = HttpClient(self.url, self._headers)
             except ValueError as error:
-                raise self._gone(what, error) from None
+                hint = "correct the engine's URL or its token"
+                raise EngineGone(
+                    f"no request can be sent to {self.url}", f"{error}; it was {what}", hint=hint
+                ) from None
         return self._http

@@ -88,6 +88,7 @@ def shares_now(newest: Release | None) -> dict[Version, int]:
     version. Versions that serve nobody are left out."""
     if newest is None:
         return {}
-    stable = newest.candidate if newest.state is State.PROMOTED else newest.stable
-    shares = {newest.candidate: newest.share, stable: 100 - newest.share}
+    if newest.state is State.PROMOTED:
+        return {newest.candidate: 100}
+    shares = {newest.candidate: newest.share, newest.stable: 100 - newest.share}
     return {version: share for version, share in shares.items() if share}
