@@ -172,6 +172,70 @@ def test_a_retry_gets_the_recorded_turn(headers: dict[str, str]) -> None:
     run(work)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_an_idempotency_key_of_another_request_is_refused_and_samples_nothing(path: str) -> None:
+    async def work() -> None:
+        field = "input" if path == "/v1/responses" else "messages"
+
+        def asks(words: str, **more: Any) -> Any:
+            body = {"model": "any", field: [{"role": "user", "content": words}], **more}
+            if path == "/v1/messages":
+                body.setdefault("max_tokens", 16)
+            return c.post(path, body, idempotency_key="k")
+
+        async with client(scripted(text("one"), text("two"))) as c:
+            async with asks("hello") as response:
+                first = await response.json()
+                assert response.status == 200, first
+            limit = {"max_output_tokens" if path == "/v1/responses" else "max_tokens": 7}
+            for words, more in [("else", {}), ("hello", {"n": 2}), ("hello", {"model": "other"}), ("hello", limit)]:
+                async with asks(words, **more) as response:
+                    refused = (await response.json())["error"]
+                    assert (response.status, refused["type"]) == (422, "invalid_request_error"), (words, more)
+                    assert "Idempotency-Key" in refused["message"]
+                    assert "hint: " in refused["message"]
+            assert len(c.episode.result().trace.turns) == 1
+            async with asks("hello", stream=True) as response:  # the same request, sent in another way
+                assert response.status == 200
+                assert "one" in await response.text()
+            assert len(c.episode.result().trace.turns) == 1
+
+    run(work)
+
+
+def test_an_answer_that_was_lost_is_not_given_to_another_model() -> None:
+    async def work() -> None:
+        policy = Gated([text("one"), text("two")])
+        async with client(policy) as c:
+            c.asked._side = ("small",)
+            gone = asyncio.create_task(c.chat("hello", model="small"))
+            await until(lambda: policy.num_asked)
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+            (entry,) = [one for entries in c.asked._by_key.values() for one in entries]
+            await until(lambda: not entry.num_clients)
+            policy.gate.set()
+            _, body = await c.chat("hello", model="large")
+            assert (body["model"], body["choices"][0]["message"]["content"]) == ("large", "two")
+            assert [turn.kind for turn in c.episode.result().trace.turns] == [TurnKind.SIDE, TurnKind.ACT]
+
+    run(work)
+
+
+def test_messages_that_differ_only_in_their_reasoning_are_no_repetition() -> None:
+    async def work() -> None:
+        async with client(scripted(text("one"), text("two"))) as c:
+            user = {"role": "user", "content": "go"}
+            for thought, expected in (("left", "one"), ("right", "two")):
+                said = [{"type": "thinking", "thinking": thought, "signature": ""}, {"type": "text", "text": "so"}]
+                talk = [user, {"role": "assistant", "content": said}, user]
+                body = {"model": "any", "max_tokens": 16, "messages": talk}
+                async with c.post("/v1/messages", body, x_stainless_retry_count="1") as response:
+                    assert (await response.json())["content"] == [{"type": "text", "text": expected}]
+
+    run(work)
+
+
 def test_a_retry_joins_the_request_in_flight() -> None:
     async def work() -> None:
         policy = Gated([text("one")])
