@@ -9,8 +9,8 @@ first one, or gets its answer. A request is taken as repeated if
 - it equals an earlier request whose client went away before the answer was delivered.
 
 Requests are equal if all is equal that decides the answer or its kind (`_digest`). An idempotency key that comes with
-another request is refused. Any other equal request is sampled anew, since a program may want several samples. When a client goes away, its turn is
-sampled to the end and recorded."""
+another request is refused. Any other equal request is sampled anew, since a program may want several samples. When a
+client goes away, its turn is sampled to the end and recorded."""
 
 from __future__ import annotations
 

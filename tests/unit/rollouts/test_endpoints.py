@@ -13,13 +13,14 @@ import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.gateway.test_refusals import NEVER, picky
 from tests.unit.harness.test_tools import TASK
 from tests.unit.harness.tokeniser import laptop_chat
 
 from etude.errors import EngineBehind, EngineError
 from etude.experience.packing import paths
 from etude.gateway import RequestRefused
-from etude.harness import Call, Episode, HarnessConfig, RequestOptions, standard_tools
+from etude.harness import Call, ChatFormat, Episode, HarnessConfig, RequestOptions, standard_tools
 from etude.records import Completion, CompletionRequest
 from etude.records.rollout import Ending, TurnKind
 from etude.rollouts import attribution as attributing
@@ -81,13 +82,15 @@ class Client:
 
 
 @asynccontextmanager
-async def client(policy: Any, *, name: str = "g000001.0/0", **limits: Any) -> AsyncIterator[Client]:
+async def client(
+    policy: Any, *, name: str = "g000001.0/0", chat: ChatFormat = CHAT, **limits: Any
+) -> AsyncIterator[Client]:
     sizes = {"turn_tokens": 48, "context_tokens": 1024, "max_turns": 8, **limits}
     episode = Episode(
         TASK,
         MemoryMachine({p: t.encode() for p, t in TASK.files.items()}),
         policy=policy,
-        chat=CHAT,
+        chat=chat,
         tools=standard_tools(),
         limits=HarnessConfig(**sizes),
         options=RequestOptions(session_id=name, seed=7),
@@ -261,6 +264,30 @@ def test_parallel_equal_requests_of_two_sub_agents_are_two_samples_with_their_ow
             assert found == {"one", "two"}
             seeds = {turn.sampling.seed for turn in c.episode.result().trace.turns}
             assert len(seeds) == 2
+
+    run(work)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_template_cannot_render_is_a_bad_request_in_every_dialect_and_ends_nothing(stream: bool) -> None:
+    async def work() -> None:
+        chat, talk = picky(), [{"role": "user", "content": NEVER}]
+        bodies: dict[str, dict[str, Any]] = {
+            "/v1/chat/completions": {"messages": talk, "stream": stream},
+            "/v1/responses": {"input": talk, "stream": stream},
+            "/v1/messages": {"messages": talk, "max_tokens": 9, "stream": stream},
+            "/v1/messages/count_tokens": {"messages": talk},
+        }
+        async with client(scripted([*chat.encode("ok").tolist(), chat.end_id]), chat=chat) as c:
+            for path, body in bodies.items():
+                async with c.post(path, {"model": "any", **body}) as response:
+                    refused = (await response.json())["error"]
+                    assert (response.status, refused["type"]) == (400, "invalid_request_error"), path
+                    assert "not this text" in refused["message"]
+                    assert "\n  hint: " in refused["message"]
+            assert (c.episode.failure, c.episode.ending, c.asked.calls) == (None, None, [])
+            status, answer = await c.chat("hi")
+            assert (status, answer["choices"][0]["message"]["content"]) == (200, "ok")
 
     run(work)
 
