@@ -15,7 +15,6 @@ import msgspec
 
 from etude.records.exports import is_plain
 from etude.records.rollout import Ending
-from etude.tasks.text_files import open_no_link
 
 MAX_STATUS_BYTES = 64 << 20
 """The largest file from which a status is read. Some agents write the whole conversation into it."""
@@ -85,7 +84,7 @@ def status_in(data: bytes, field: str) -> str:
 
 def read_regular(path: Path) -> bytes:
     """Read a file of a program. Raises `OSError`, and `ValueError` for a large file and one that is not regular."""
-    with open(path, "rb", opener=open_no_link) as file:
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("it is not a regular file")
         data = file.read(MAX_STATUS_BYTES + 1)
