@@ -242,7 +242,7 @@ def _problems(episode: ObservedEpisode, run: AgentRun) -> Iterator[Problem]:
     yield from _refused(episode)
     yield from _rewritten(episode.observed)
     lost = {part for one in episode.observed for part in one.lost}
-    lost -= {part for part in lost if part.rpartition(" of ")[2] in lost}  # a tool of which nothing is read at first
+    lost -= {part for part in lost if lost.intersection(part.split(" of ")[1:])}  # parts of a tool that is lost whole
     if lost:
         hint = "the chat template leaves it out; a checkpoint's own template shows what it was trained with"
         yield Problem(f"the model never reads: {'; '.join(sorted(lost))[:1000]}", hint, fatal=False)
