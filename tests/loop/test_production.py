@@ -22,6 +22,7 @@ from tests.served_answers import served_answer
 from etude.errors import ConfigError, DeadlineExceeded, Exit, RunRefused
 from etude.experience import Ledger, read_trace
 from etude.experience.groups import Row
+from etude.experience.trace_reader import read_step
 from etude.experience.traces import trace_path
 from etude.experience.transitions import State
 from etude.loop.group_admission import WITHDRAWN
@@ -32,6 +33,7 @@ from etude.privacy import CaptureWriter, Level, PrivacyFolder, Subject
 from etude.production import LearnSettings
 from etude.production.outcomes import Values
 from etude.records import Version, VersionSpan
+from etude.run import RunFolder
 from etude.tasks import DirectorySource
 
 pytestmark = pytest.mark.timeout(1800)
@@ -259,7 +261,7 @@ def test_a_killed_program_goes_on_where_it_stopped_and_trains_on_every_episode_o
     product.run.assert_sound(4)
 
 
-MIXED = dataclasses.replace(SETTINGS, simulated=0.5)  # two groups of four rollouts beside eight episodes, if there are
+MIXED = dataclasses.replace(SETTINGS, simulated=0.5)  # four rollouts of one task beside four episodes
 
 
 def simulated_rows(product: Product) -> list[Row]:
@@ -284,14 +286,16 @@ def test_a_step_trains_on_episodes_and_on_simulated_groups_in_one_batch_that_rep
         assert users["lag"] == {str(step - 2): 4}, "they were sampled by version 1"
         assert tasks["lag"] == {"0": 4}, "they are sampled by the version that the step is made from"
         assert {row.version for row in simulated if row.step == step} == {str(version)}
-        recorded = read_trace(trace_path(product.run.folder / "traces", step))
+        trace = trace_path(product.run.folder / "traces", step)
+        recorded, rewards = read_trace(trace), read_step(trace).rewards
+        tokens = [sum(part["token_lag"].values()) for part in (users, tasks)]
+        assert recorded.batch.num_loss_tokens == sum(tokens), "the loss is divided by the tokens of both"
         given = dict[str, list[float]]()
         for one in recorded.batch.samples:
             given.setdefault(one.rollout_id.partition("-")[0][:1], []).append(float(one.advantages[0]))
         assert sorted(given["g"]) == [-0.5, -0.5, 0.5, 0.5], "Dr. GRPO among the siblings of their group"
-        assert max(given["p"]) > 1.0, "baselines of kinds of work, over the deviation of the episodes alone"
-        assert recorded.rewards["scheme"] == SCHEME
-        assert recorded.rewards["simulated"]["scheme"] == "dr-grpo"
+        assert max(map(abs, given["p"])) >= 1.0, "over the deviation of the episodes alone"
+        assert (rewards["scheme"], rewards["simulated"]["scheme"]) == (SCHEME, "dr-grpo")
     product.run.assert_sound(4)
     assert replay_step(product.run.folder, 4).equal
 
@@ -308,7 +312,7 @@ def test_a_killed_program_trains_on_every_episode_and_on_every_simulated_group_o
                 asked, rolled, ended = trainer._call, trainer.processes.rollout, 0
 
                 async def dies(name: str, kind: Any, *args: object) -> Any:
-                    if name == method and trainer.version is not None and (args or method == "optim_step") != ((),):
+                    if name == method and trainer.version is not None:
                         raise Killed
                     return await asked(name, kind, *args)
 
@@ -325,12 +329,11 @@ def test_a_killed_program_trains_on_every_episode_and_on_every_simulated_group_o
 
         with pytest.raises(Killed):
             asyncio.run(main())
-    made = asyncio.run(product.learn(1, MIXED))
-    product.run.assert_sound(made[-1][0])
+    assert [step for step, _, _ in asyncio.run(product.learn(2, MIXED))] == [3, 4]
+    product.run.assert_sound(4)
     with contextlib.closing(product.ledger()) as ledger:
-        assert [
-            ledger.row(row.rollout_id).state for row in ledger.rows() if row.group_id.startswith("production-")
-        ] == ([State.TRAINED] * 8)
+        states = [row.state for row in ledger.rows() if row.group_id.startswith("production-")]
+    assert states == [State.TRAINED] * 8
     simulated = simulated_rows(product)
     assert {row.state for row in simulated} <= {State.TRAINED, State.NO_SIGNAL}
     assert Counter(row.step for row in simulated) == {3: 4, 4: 4}
@@ -361,9 +364,8 @@ def test_a_step_whose_episodes_were_all_withdrawn_trains_on_no_simulated_group(
     with contextlib.closing(product.ledger()) as ledger:
         assert [row.reason for row in ledger.rows(step=3)] == [NO_CONSENT] * 4
         assert ledger.versions()[-1].digest == ledger.versions()[-2].digest, "the step changed no weight"
-    assert {(row.state, row.step) for row in simulated_rows(product)} == {(State.GRADED, None)}, (
-        "a later step takes them"
-    )
+    left = {(row.state, row.step) for row in simulated_rows(product)}
+    assert left == {(State.GRADED, None)}, "a later step takes them"
 
 
 def test_a_wait_for_simulated_rollouts_that_do_not_end_has_a_deadline(
@@ -443,24 +445,22 @@ kept = 1.0
 """
 
 
-def test_the_commands_of_the_guide_serve_a_run_take_feedback_and_learn_from_it(
-    game: Any, tmp_path: Path, cli_in: Callable[[Path], Any]
-) -> None:
+def use(command: Any, path: Path, game: Any, *, answers: int) -> None:
+    """Run the game, serve it, and have users ask it and say what they think."""
     import openai
 
     from etude.signals import send_feedback
 
-    command = cli_in(tmp_path)
     few = ["rl.steps=1", "evals.every=50", "evals.heldout_tasks=2", "evals.baseline_tasks=1"]
     done = command("run", game.config, "--name", "game", *(word for one in few for word in ("--set", one)))
-    assert (tmp_path / "runs" / "game" / "checkpoints" / "step-000001").is_dir(), done.stderr
+    assert (path / "runs" / "game" / "checkpoints" / "step-000001").is_dir(), done.stderr
     assert command("privacy", "set", "local", "train").returncode == 0
-    (tmp_path / "learn.toml").write_text(LEARN)
+    (path / "learn.toml").write_text(LEARN)
     server = command.start("serve", "runs/game", "--port", "0", "--capture", "privacy", "--feedback", "feedback.sqlite")
     try:
         url = server.stdout.readline().split(" at ")[1].split()[0]
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client:
-            for number in range(8):
+            for number in range(answers):
                 user = f"user-{number}"
                 answer = client.chat.completions.create(
                     model="game",
@@ -474,8 +474,17 @@ def test_the_commands_of_the_guide_serve_a_run_take_feedback_and_learn_from_it(
     finally:
         server.kill()
         server.communicate()
-    where = ["runs/game", "--privacy", "privacy", "--feedback", "feedback.sqlite", "--settings", "learn.toml"]
-    learnt = command("learn", *where, "--steps", "1", "--poll-s", "0.1")
+
+
+WHERE = ["runs/game", "--privacy", "privacy", "--feedback", "feedback.sqlite", "--settings", "learn.toml"]
+
+
+def test_the_commands_of_the_guide_serve_a_run_take_feedback_and_learn_from_it(
+    game: Any, tmp_path: Path, cli_in: Callable[[Path], Any]
+) -> None:
+    command = cli_in(tmp_path)
+    use(command, tmp_path, game, answers=8)
+    learnt = command("learn", *WHERE, "--steps", "1", "--poll-s", "0.1")
     assert learnt.returncode == 0, learnt.stderr
     assert "window 1: step 2: 8 episodes, mean reward 0.500, v000002" in learnt.stdout
     assert command("ledger", "audit", "runs/game").returncode == 0
@@ -486,10 +495,45 @@ def test_the_commands_of_the_guide_serve_a_run_take_feedback_and_learn_from_it(
     assert steps[-1]["fresh_ratio_max"] == 0.0, "the log-probabilities are those of the served engine"
     erased = command("privacy", "erase", "local/user-0", "--run", "runs/game")
     assert "in the batch of step 2, trained into v000002" in erased.stdout, erased.stderr
-    waiting = command.start("learn", *where, "--poll-s", "0.1")
+    waiting = command.start("learn", *WHERE, "--poll-s", "0.1")
     assert waiting.stdout.readline() == (
         "window 2: 0 of 8 episodes settled, no deadline (0 with a signal that counts, 0 settled, 0 in all)\n"
     )
     waiting.send_signal(signal.SIGINT)
     waiting.communicate(timeout=300)
     assert waiting.returncode == Exit.INTERRUPTED
+
+
+def test_real_engines_roll_out_the_simulated_half_of_a_step_also_after_a_kill(
+    game: Any, tmp_path: Path, cli_in: Callable[[Path], Any]
+) -> None:
+    command, run = cli_in(tmp_path), tmp_path / "runs" / "game"
+    use(command, tmp_path, game, answers=8)
+    mixed = [*WHERE, "--set", "simulated=0.5", "--steps", "1", "--poll-s", "0.1"]
+    first = command.start("learn", *mixed)
+    until = time.monotonic() + 600
+    while State.GRADED not in {row.state for row in simulated(run)}:
+        assert first.poll() is None, first.communicate()
+        assert time.monotonic() < until, simulated(run)
+        time.sleep(0.05)
+    first.kill()
+    first.communicate(timeout=60)
+    learnt = command("learn", *mixed)
+    assert learnt.returncode == 0, learnt.stderr
+    assert "step 2: 8 episodes, mean reward 0.500; 8 simulated rollouts of 2 tasks, theirs" in learnt.stdout
+    assert {row.state for row in simulated(run)} <= {State.TRAINED, State.NO_SIGNAL}
+    assert Counter(row.step for row in simulated(run)) == {2: 8}
+    assert command("ledger", "audit", run).returncode == 0
+    assert command("fsck", run).returncode == 0
+    assert replay_step(RunFolder(run), 2).equal
+    events = map(json.loads, (run / "events" / "conductor.jsonl").read_text().splitlines())
+    step = [one for one in events if one["kind"] == "rl.step"][-1]
+    assert step["origins"]["production"]["lag"] == step["origins"]["simulated"]["lag"] == {"0": 8}
+    assert step["fresh_ratio_max"] == 0.0, "the log-probabilities are those of the engines, of both"
+    assert "simulated: mean 0.00, at most 0; production: mean 0.00" in " ".join(command("status", run).stdout.split())
+
+
+def simulated(run: Path) -> list[Row]:
+    """The rollouts that were admitted after the run's RL: it had one step of three groups."""
+    with contextlib.closing(Ledger.open_readonly(run / "ledger.sqlite")) as ledger:
+        return [row for row in ledger.rows() if row.group_id.startswith("g") and int(row.group_id[1:]) >= 3]
