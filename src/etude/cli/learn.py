@@ -15,7 +15,7 @@ from etude.cli.feedback import opened_feedback
 from etude.cli.locations import open_run
 from etude.cli.releases import refuse_other_releases
 from etude.config import plugins_in
-from etude.dashboard.formatting import size
+from etude.dashboard.formatting import number, size
 from etude.dashboard.run_view import read_json
 from etude.errors import EtudeError, Exit, InputError
 from etude.plugins import check_all
@@ -198,7 +198,8 @@ async def _check_simulated(windows: Windows, tell: Callable[[str], None]) -> Non
     config, fleet = windows.config, windows.config.fleet
     source = await run_in_thread(partial(check_tasks, config, [Split.TRAIN]))
     check_foreign(config, adopted=True)
-    processes = f"{len(fleet.engines)} engines, {fleet.num_workers} workers and {fleet.num_graders} graders"
+    counts = (len(fleet.engines), "engine"), (fleet.num_workers, "worker"), (fleet.num_graders, "grader")
+    processes = ", ".join(number(count, of) for count, of in counts)
     peak = read_json(windows.run / "summary.json", dict).get("peak_memory_bytes")
     memory = f"; the run's processes took at most {size(peak)} of memory" if isinstance(peak, int) else ""
     tell(f"simulated: tasks of {source.name}; each window starts {processes} beside the learner{memory}")

@@ -229,12 +229,13 @@ class ProductionTrainer:
             hint = f"{error.hint}; the last good checkpoint is of step {self.step}"
             raise NotFinite(error.what, error.facts, hint=hint) from None
         async with self._locked():
-            if await self._withdraw(groups):
-                self.telemetry.event("production.discarded", step=batch.step, reason=NO_CONSENT)
-                await self._begin()
-                return None
-            await self._call("offer", type(None), batch.rollout_ids)
-            published = await self._call("published", Published)
+            if not (gone := await self._withdraw(groups)):
+                await self._call("offer", type(None), batch.rollout_ids)
+                published = await self._call("published", Published)
+        if gone:
+            self.telemetry.event("production.discarded", step=batch.step, reason=f"{gone} rollouts were withdrawn")
+            await self._begin()
+            return None
         await self.storage(self.ledger.commit, batch.rollout_ids, published.version)
         self.step, self.version = batch.step, published.version
         parts = {name: _metrics(part, batch) for name, part in self._by_origin(plan).items()}
