@@ -375,7 +375,7 @@ def test_a_wait_for_simulated_rollouts_that_do_not_end_has_a_deadline(
     product.serve(["bob", "eve", "ann", "joe"], [1.0, 0.0, 1.0, 0.0])
 
     async def main() -> None:
-        async with product.trainer(dataclasses.replace(MIXED, simulated_wait_s=1.0)) as trainer, asyncio.timeout(600):
+        async with product.trainer(dataclasses.replace(MIXED, simulated_wait_s=1.0)) as trainer, asyncio.timeout(240):
 
             async def hangs(*args: Any, **named: Any) -> Any:
                 await asyncio.Event().wait()
