@@ -433,6 +433,8 @@ def test_a_run_whose_rl_has_not_ended_and_steps_larger_than_its_ledger_are_refus
     done = finished(tmp_path / "done")
     with pytest.raises(ConfigError, match="larger than the run"):
         asyncio.run(refused(done, LearnSettings(outcomes={"kept": 1.0}, episodes=4096)))
+    with pytest.raises(ConfigError, match="a window of 8 episodes with 8 simulated rollouts of a step is larger"):
+        asyncio.run(refused(done, dataclasses.replace(MIXED, episodes=8)))
 
 
 LEARN = """

@@ -85,7 +85,7 @@ class LearnSettings:
         if self.loop is not None and self.max_lag < self.loop.steps - 1:
             raise ValueError(
                 f"max_lag = {self.max_lag} is below loop.steps - 1 = {self.loop.steps - 1}: the last steps of a window "
-                f"would train on none of its tokens; set max_lag to 2 x loop.steps = {2 * self.loop.steps}"
+                "would train on none of its tokens; raise max_lag, or lower loop.steps"
             )
 
     @property
