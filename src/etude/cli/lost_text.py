@@ -76,7 +76,7 @@ def _arguments(schema: Any) -> Iterator[tuple[str, str]]:
     if not isinstance(schema, Mapping):
         return
     properties = schema.get("properties")
-    for name, one in properties.items() if isinstance(properties, Mapping) else ():
+    for name, one in (properties if isinstance(properties, Mapping) else {}).items():
         about = one.get("description") if isinstance(one, Mapping) else None
         yield str(name), about if isinstance(about, str) else ""
         yield from _arguments(one)
@@ -94,8 +94,8 @@ def _of_message(message: Message, read: _Read) -> Iterator[str]:
         if not read.has(name):
             yield f"a call of {name!r}"
             continue
-        values = arguments.items() if isinstance(arguments, Mapping) else [("", arguments)]
-        for argument, value in values:
+        values = arguments if isinstance(arguments, Mapping) else {"": arguments}
+        for argument, value in values.items():
             if any(read.missing(leaf)[0] for leaf in _leaves(value)):
                 yield f"argument {argument!r} of a call of {name!r}"
 
