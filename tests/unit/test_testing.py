@@ -68,6 +68,12 @@ def test_scripted_completions_make_a_whole_path_with_every_route() -> None:
     assert path.routes[:-1, 0, 0].tolist() == [p % 4 for p in range(9)]
 
 
+def test_a_scripted_completion_has_the_routes_of_a_long_prompt() -> None:
+    done = asyncio.run(ScriptedEngine([[5, 9]]).generate(_request([1] * 1000, routes_from=200)))
+    assert (done.routes_start, done.routes.dtype) == (200, np.uint8)
+    assert done.routes[:, 0, 0].tolist() == [p % 4 for p in range(200, 1001)]
+
+
 def test_a_scripted_engine_refuses_what_an_engine_refuses() -> None:
     async def refusals() -> None:
         engine = ScriptedEngine([[1]], context_tokens=8)

@@ -84,7 +84,7 @@ class ScriptedEngine:
         tokens = tokens[: sampling.max_tokens]
         end = len(request.prompt_ids) + len(tokens) - 1
         start = end if request.routes_from is None else min(request.routes_from, end)
-        positions = np.arange(start, end, dtype=np.uint8) % 4
+        positions = np.arange(start, end) % 4
         routes = np.broadcast_to(positions[:, None, None], (len(positions), *self._shape)).astype(np.uint8)
         return Completion(
             request_id=request.request_id,
