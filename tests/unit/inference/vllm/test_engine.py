@@ -236,7 +236,7 @@ def test_a_request_that_a_server_refuses_says_the_servers_reason_with_a_grammar_
                 (constrained, "Grammar error: unknown name", InvalidGrammar),
                 (constrained, "Failed to compile the json schema", InvalidGrammar),
             ):
-                server.body = (("data: %s\n\n" if in_stream else "%s") % (refusal % said)).encode()
+                server.body = (("data: %s\n\n" if in_stream else "\n%s") % (refusal % said)).encode()
                 with pytest.raises(MalformedRequest, match="answered 400") as caught:
                     await engine.generate(request)
                 assert (type(caught.value), caught.value.facts) == (kind, said)
