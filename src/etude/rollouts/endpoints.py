@@ -417,7 +417,8 @@ def _refusal(error: BaseException, episode: Episode) -> RequestRefused:
         limit = episode.limits.context_tokens
         return context_exceeded(limit, limit + 1, 0, facts=f"the request does not fit: {error.facts or error.what}")
     if isinstance(error, EngineError):
-        return Ended("no engine answered, so the rollout ends", error.what, 503, "engine_unavailable")
+        facts = f"{error.what}{': ' + error.facts if error.facts else ''}"
+        return Ended("no engine answered, so the rollout ends", facts, 503, "engine_unavailable")
     if isinstance(error, EtudeError):
         return from_error(error)
     return Ended("the rollout has ended")
