@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -35,8 +35,11 @@ NEUTRAL_OF_CHAT: dict[str, tuple[Any, ...]] = {
 """Known parameters that are not supported, with the values that are accepted because they change nothing."""
 
 
+_TEXTS = ("text", "input_text", "output_text")  # types of parts of a message
+
+
 class _Part(msgspec.Struct):
-    type: str
+    type: Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(_TEXTS)})]
     text: str = ""
 
 
@@ -99,7 +102,12 @@ class _ChatBody(Body, kw_only=True):
     top_logprobs: int | None = None
 
 
-_decoder = BodyDecoder(_ChatBody, neutral=NEUTRAL_OF_CHAT, harmless=HARMLESS)
+_decoder = BodyDecoder(
+    _ChatBody,
+    neutral=NEUTRAL_OF_CHAT,
+    harmless=HARMLESS,
+    parts={"messages": list[_Message], "tools": list[dict[str, Any]] | None},
+)
 
 
 def read(data: bytes) -> ChatRequest:
@@ -147,7 +155,7 @@ def _canonical(message: _Message, where: str) -> list[Message]:
     """Convert a message to its canonical form, in which it is rendered and compared."""
     content = message.content
     if isinstance(content, list):
-        if any(part.type not in ("text", "input_text", "output_text") for part in content):
+        if any(part.type not in _TEXTS for part in content):
             raise invalid_request("this model takes only text content", f"{where}.content")
         content = "".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role
@@ -221,4 +229,4 @@ class _ChatStream(CompletionStream):
             yield {"delta": {"tool_calls": [{"index": number, "function": {"arguments": arguments}}]}}
 
 
-DIALECT = Dialect("chat", "/v1/chat/completions", read, body, _ChatStream, openai_error)
+DIALECT = Dialect("chat", "/v1/chat/completions", read, body, _ChatStream, openai_error, _decoder, _ChatStream.prefix)
