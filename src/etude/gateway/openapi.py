@@ -79,7 +79,7 @@ def document(
         of_anthropic = dialect.error is anthropic_error
         schemas[name] = {**schema, "required": [*schema["required"], *(("max_tokens",) if of_anthropic else ())]}
         answer = {"type": "object", "required": list(_REQUIRED[name])}
-        answers = {**_whole(answer), "text/event-stream": {"schema": _STRING}}
+        answers = {**_whole(answer), "text/event-stream": {}}
         paths[dialect.path] = {"post": _operation(f"An answer ({name})", answers, refusals, dialect, body=name)}
         if of_anthropic:
             schemas["count"] = schema
