@@ -15,7 +15,8 @@ the caches and the other half of the core, also on a busy machine.
 - `tokens_apart`: streamed answers of the chat dialect whose tokens come one by one, each with a wake-up, an event and
   a write of its own; in `dialects` they come at once, and are sent as one event.
 - `first_turn`: the first request of a conversation, whose tools other conversations have had; one client.
-- `long`: one conversation of 500 turns and 100,000 tokens: the first 20 turns, and the last 20.
+- `long`: one conversation of 500 turns and 100,000 tokens in each dialect: the first 20 turns, and the last 20.
+- `rollout`: the chat dialect with the endpoints of one rollout, through which a program in training asks the policy.
 - `over_http`: the chat dialect with an engine in another process, as `etude serve` runs it; and LiteLLM's proxy before
   the same engine. ``--litellm`` is its command in a virtual environment of its own; without it, it is not measured.
 
@@ -75,6 +76,44 @@ async def serve(engine: str | None) -> None:
     """Serve until killed. Prints the URL, and the seconds of a call of the policy alone. `engine`: the URL of one."""
     from etude.gateway import GatewayConfig, ServedModel, create_app, serving
     from etude.inference import Fleet, HttpEngine
+
+    chat, slow = slow_policy()
+    policy: Any = slow if engine is None else Fleet({"engine": HttpEngine(engine)})
+    config = GatewayConfig(port=0, drain_s=0.0, max_body_bytes=1 << 24)
+    app = create_app([ServedModel(policy, chat, name="m", context_tokens=1 << 19, config=config)], config=config)
+    async with serving(app, config=config) as url:
+        print(url, await direct_time(), flush=True)
+        await asyncio.Event().wait()
+
+
+async def serve_endpoints() -> None:
+    """Serve the endpoints of one rollout until killed. Prints their URL, and the seconds of a call of the policy
+    alone."""
+    from tests.unit.harness.test_tools import TASK
+
+    from etude.harness import Episode, HarnessConfig, RequestOptions, standard_tools
+    from etude.rollouts.attribution import Attribution
+    from etude.rollouts.endpoints import serve_rollout
+    from etude.testing import MemoryMachine
+
+    chat, policy = slow_policy()
+    episode = Episode(
+        TASK,
+        MemoryMachine({}),
+        policy=policy,
+        chat=chat,
+        tools=standard_tools(),
+        limits=HarnessConfig(turn_tokens=64, context_tokens=1 << 19, max_turns=10_000, rollout_deadline_s=3600),
+        options=RequestOptions(session_id="rollout", seed=1),
+    )
+    asked = Attribution(episode, log=lambda line: print(line, file=sys.stderr))
+    async with serve_rollout(episode, asked, None, log=lambda line: print(line, file=sys.stderr)) as (url, _):
+        print(f"{url}/v1", await direct_time(), flush=True)
+        await asyncio.Event().wait()
+
+
+def slow_policy() -> tuple[Any, Any]:
+    """A chat format, and a policy that answers after `ANSWER_S`."""
     from etude.records import Completion, CompletionRequest
 
     chat, complete = fake_engine()
@@ -94,12 +133,7 @@ async def serve(engine: str | None) -> None:
                 yield [token]
             yield done
 
-    policy: Any = Policy() if engine is None else Fleet({"engine": HttpEngine(engine)})
-    config = GatewayConfig(port=0, drain_s=0.0, max_body_bytes=1 << 24)
-    app = create_app([ServedModel(policy, chat, name="m", context_tokens=1 << 19, config=config)], config=config)
-    async with serving(app, config=config) as url:
-        print(url, await direct_time(), flush=True)
-        await asyncio.Event().wait()
+    return chat, Policy()
 
 
 async def direct_time() -> float:
@@ -316,7 +350,7 @@ async def alone(servers: Mapping[str, Server], clients: int, num: int, *, quick:
     for name, server in servers.items():
         found[name]["tokens_apart"] = await talks(server, clients, num, "chat", stream=True, seed=APART)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-        for dialect in ("chat", "responses") if not quick else ():
+        for dialect in SHAPES if not quick else ():
             for name, server in servers.items():
                 turns = np.array([turn async for turn in long_talk(session, server, dialect)])
                 first, last = np.median(turns[:20], 0), np.median(turns[-20:], 0)
@@ -367,6 +401,12 @@ async def over_http(clients: int, num: int, before: str | None, litellm: str | N
     return found
 
 
+async def rollout(clients: int, num: int) -> dict[str, Any]:
+    """Measure the endpoints of a rollout with the policy in their process."""
+    async with Server.of("--rollout") as server:
+        return {"one_client": await talks(server, 1, num), "dialects": await talks(server, clients, num)}
+
+
 async def http_only(clients: int, num: int) -> dict[str, Any]:
     """Measure a server that only reads a request and answers it after the time of the engine."""
     async with Server.of("--engine") as engine:
@@ -387,7 +427,7 @@ async def measure(clients: int, num: int, before: str | None, litellm: str | Non
             servers["before"] = await stack.enter_async_context(Server.of("--serve", before=before))
         found = await alone(servers, clients, num, quick=quick)
     http = await over_http(clients, num, before, litellm)
-    now = {"http_only": plain, **found.pop("etude"), **found, "over_http": http}
+    now = {"http_only": plain, **found.pop("etude"), **found, "rollout": await rollout(clients, num), "over_http": http}
     return {"clients": clients, "turns": TURNS, "cores": len(os.sched_getaffinity(0)), **now}
 
 
@@ -395,16 +435,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", nargs="?", const="", metavar="ENGINE", help="be the gateway")
     parser.add_argument("--engine", action="store_true", help="be the engine")
+    parser.add_argument("--rollout", action="store_true", help="be the endpoints of a rollout")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--talks", type=int, default=2, help="conversations of each client, one after the other")
-    parser.add_argument("--quick", action="store_true", help="only `dialects`, `tokens_apart` and `over_http`")
+    parser.add_argument(
+        "--quick", action="store_true", help="only `dialects`, `tokens_apart`, `rollout` and `over_http`"
+    )
     parser.add_argument("--before", metavar="SRC", help="the `src` of another checkout")
     parser.add_argument("--litellm", metavar="COMMAND", help="LiteLLM's proxy in a virtual environment of its own")
     args = parser.parse_args()
-    if args.serve is not None or args.engine:
+    if args.serve is not None or args.engine or args.rollout:
         from etude.loop import event_loop
 
-        event_loop.run(serve_engine() if args.engine else serve(args.serve or None))
+        served = serve_engine() if args.engine else serve_endpoints() if args.rollout else serve(args.serve or None)
+        event_loop.run(served)
         return
     report("gateway", asyncio.run(measure(args.clients, args.talks, args.before, args.litellm, quick=args.quick)))
 

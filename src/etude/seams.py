@@ -546,7 +546,11 @@ class AnswerRecorder(Protocol):
 class FeedbackReceiver(AnswerRecorder, Protocol):
     """Names the responses of a gateway such that signals about them can be verified, and takes the signals.
 
-    As a recorder it sees every answer, and learns from it which version of a model answers."""
+    As a recorder it sees every answer, and learns from it which version of a model answers.
+
+    `bodies`: the msgspec structs of which a body of `receive` is one; for the OpenAPI document."""
+
+    bodies: tuple[type[msgspec.Struct], ...]
 
     def new_id(self, organisation: str, user: str, model: str) -> str:
         """Return the id of a new response to a user ("": no named one) by a served model, hexadecimal. Never raises."""

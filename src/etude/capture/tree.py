@@ -35,6 +35,7 @@ from etude.records.wire import I32
 
 _MAX_RENDERED = 16  # prompts whose tokens are kept until they are asked
 _KEPT_CONTEXTS = 64  # conversations whose context is in memory as one array; that of others is joined from their turns
+_MAX_FORGOTTEN = 65_536  # evicted turns whose keys are kept
 _NONE: I32 = np.zeros(0, np.int32)
 
 
@@ -137,7 +138,8 @@ class TurnTree:
     """The recorded turns of one or many conversations, found by their messages. Thread-safe.
 
     `session_id` names the engine session of the first conversation; further sessions get a number: "s", "s+1", "s+2".
-    `max_tokens` is the most tokens to keep; None keeps all."""
+    `max_tokens` is the most tokens to keep; None keeps all. `num_forgotten`: prompts with a turn that was recorded here
+    and evicted, so that its sampled tokens were tokenised again from their text."""
 
     def __init__(self, chat: Chat, *, session_id: str, max_tokens: int | None = None) -> None:
         self.max_tokens, self.num_tokens = max_tokens, 0
@@ -151,6 +153,8 @@ class TurnTree:
         self._tools: set[bytes] = set()  # digests of the tools of all requests
         self._first_messages: set[bytes] = set()  # keys of the tools and the first message of all requests
         self._rendered: deque[tuple[Node | None, list[Message], Mapping[str, Any], I32]] = deque(maxlen=_MAX_RENDERED)
+        self.num_forgotten = 0
+        self._forgotten: OrderedDict[bytes, None] = OrderedDict()  # keys of evicted turns, oldest first
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -185,6 +189,7 @@ class TurnTree:
             session_id, fork_from = self._session(parent)
             replies = [message_digest(m) for m in messages[known:] if m["role"] == "assistant"]
             num_resampled = sum(reply in self._replies for reply in replies)
+            self.num_forgotten += any(key in self._forgotten for key in keys[known:-1])
         new_ids = self._new_ids(parent, messages, known, signatures, max_tokens)
         token_ids = new_ids if parent is None else np.concatenate([*parent.context_parts(), new_ids])
         return Prompt(parent, token_ids, new_ids, keys[-1], session_id, fork_from, start, num_resampled)
@@ -388,6 +393,9 @@ class TurnTree:
         same.remove(node)
         if not same:
             del self._by_key[node.key]
+            self._forgotten[node.key] = None
+            if len(self._forgotten) > _MAX_FORGOTTEN:
+                self._forgotten.popitem(last=False)
         self._replies[node.reply_digest] -= 1
         if not self._replies[node.reply_digest]:
             del self._replies[node.reply_digest]

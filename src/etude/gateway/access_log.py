@@ -14,6 +14,9 @@ from etude.gateway.keys import KeyUse
 
 logger = logging.getLogger("etude.gateway")
 _TOKENS = "Tokens: prompt, cached (part of prompt), answer, summary (read and written for it)"
+_FORGOTTEN = (
+    "Prompts since the start whose conversation was evicted, so its answers were tokenised again from their text"
+)
 _LATENCY_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
@@ -39,6 +42,7 @@ class Metrics:
         )
         self._running = self._make(library.Gauge, "running", "Answers that are being sampled", "model")
         self._waiting = self._make(library.Gauge, "waiting", "Requests that wait to run", "model")
+        self._forgotten = self._make(library.Gauge, "forgotten", _FORGOTTEN, "model")
         self._captured = self._make(library.Gauge, "capture", "Answers since the start, by what became of them", "what")
         self._signals = self._make(library.Gauge, "signals", "Signals since the start, by what became of them", "what")
 
@@ -62,16 +66,18 @@ class Metrics:
             self._labelled(self._tokens, kind).inc(number)
 
     def page(
-        self, models: dict[str, tuple[int, int]], *, captured: Mapping[str, int], signals: Mapping[str, int]
+        self, models: dict[str, tuple[int, int, int]], *, captured: Mapping[str, int], signals: Mapping[str, int]
     ) -> tuple[bytes, str]:
         """Return the page that Prometheus reads, and its content type.
 
-        `models` maps the name of each model to its numbers of (running, waiting) answers. `captured` has the counts of
+        `models` maps the name of each model to its numbers of running and waiting answers, and of prompts whose
+        conversation was evicted from memory. `captured` has the counts of
         the gateway's recorder, and `signals` those of its receiver of feedback."""
         for gauge, counts in ((self._captured, captured), (self._signals, signals)):
             for name, number in counts.items():
                 gauge.labels(name).set(number)
-        for name, (running, waiting) in models.items():
+        for name, (running, waiting, forgotten) in models.items():
+            self._forgotten.labels(name).set(forgotten)
             self._running.labels(name).set(running)
             self._waiting.labels(name).set(waiting)
         return self._library.generate_latest(self.registry), self._library.CONTENT_TYPE_LATEST
@@ -86,6 +92,8 @@ class Record:
     - `key`: the API key that was used; None without one.
     - `first_s`: seconds until the first event of a stream; None for other requests.
     - `spent`: the tokens that the request has taken so far.
+    - `response_id`: the id of the response, as the client sees it; "-": it has none.
+    - `path`: the path of a request that no API has; "" for others.
     - `ended`: whether `end` was called."""
 
     method: str
@@ -95,6 +103,8 @@ class Record:
     key: KeyUse | None = None
     first_s: float | None = None
     spent: Spent = field(default_factory=Spent)
+    response_id: str = "-"
+    path: str = ""
     ended: bool = False
 
     def end(self, status: int, metrics: Metrics) -> None:
@@ -106,10 +116,11 @@ class Record:
         self.ended = True
         wall_s = time.perf_counter() - self.began
         if self.key is not None:
-            self.key.add_tokens(self.spent.prompt + self.spent.sampled + self.spent.summary)
+            spent = self.spent
+            self.key.add_tokens(spent.prompt + spent.sampled + spent.summary, reserved=spent.reserved)
         metrics.count(self, status, wall_s)
         logger.info(
-            "%s dialect=%s model=%s key=%s status=%d prompt=%d cached=%d answer=%d summary=%d ms=%.1f",
+            "%s dialect=%s model=%s key=%s status=%d prompt=%d cached=%d answer=%d summary=%d ms=%.1f id=%s%s",
             self.method,
             self.dialect,
             self.model,
@@ -120,4 +131,6 @@ class Record:
             self.spent.sampled,
             self.spent.summary,
             1000 * wall_s,
+            self.response_id,
+            f" path={self.path!r}" if self.path else "",
         )

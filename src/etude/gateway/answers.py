@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from etude.capture import Chat, Cut, Message, ParsedReply, cut_at_stop
-from etude.capture.streams import split_unfinished
+from etude.capture.streams import THOUGHT, split_unfinished
 from etude.capture.summaries import Shortened
+from etude.gateway.keys import KeyUse
 from etude.records.completion import Completion, Sampling, StopReason
 from etude.records.wire import I32
 
@@ -49,12 +51,22 @@ class Spent:
     - `prompt`: tokens of the prompt.
     - `cached`: tokens of the prompt whose KV was reused.
     - `sampled`: sampled tokens of all answers to the request.
-    - `summary`: tokens read and sampled for summaries, also for those that were refused."""
+    - `summary`: tokens read and sampled for summaries, also for those that were refused.
+    - `reserved`: the tokens of `key` that were reserved for the request.
+    - `key`: the API key whose quota counts them; None: no quota."""
 
     prompt: int = 0
     cached: int = 0
     sampled: int = 0
     summary: int = 0
+    reserved: int = 0
+    key: KeyUse | None = None
+
+    def reserve(self, num_tokens: int) -> None:
+        """Reserve tokens that the request may take (`KeyUse.reserve`). Raises `RequestRefused`."""
+        if self.key is not None:
+            self.key.reserve(num_tokens)
+            self.reserved += num_tokens
 
 
 class TokenLogprob(NamedTuple):
@@ -75,6 +87,7 @@ class Answer:
     - `finish`: "stop", "length" or "tool_calls".
     - `prompt_ids`: the token ids that the model read, [P] int32.
     - `completion`: what the policy returned, up to the end of a stop text; `sampling`: how it was sampled.
+    - `num_reasoning`: how many of the sampled tokens are reasoning, with its marks.
     - `summaries`: the summaries in the prompt (`SummaryUse`).
     - `logprobs`: log-probabilities of the sampled tokens up to a stop text or the stop token. None: the client did not
       ask for them.
@@ -87,6 +100,7 @@ class Answer:
     prompt_ids: I32
     completion: Completion
     sampling: Sampling
+    num_reasoning: int = 0
     logprobs: list[TokenLogprob] | None = None
     summaries: SummaryUse = SummaryUse()
     cut: Cut | None = None
@@ -172,10 +186,21 @@ def make_answer(
         prompt_ids=prompt_ids,
         completion=completion,
         sampling=sampling,
+        num_reasoning=_num_reasoning(completion, chat) if reasoning else 0,
         summaries=summaries,
         logprobs=_logprobs(completion, chat, cut) if logprobs else None,
         cut=cut,
     )
+
+
+def _num_reasoning(completion: Completion, chat: Chat) -> int:
+    """Return how many tokens of a completion that begins with reasoning are sampled until the reasoning is closed."""
+    ids = completion.token_ids.tolist()
+    before, mark, _ = chat.decode(ids).partition(THOUGHT)
+    if not mark:
+        return len(ids) - (completion.stop_reason is StopReason.STOP)
+    end = len(before) + len(mark)
+    return bisect.bisect_left(range(len(ids)), end, key=lambda n: len(chat.decode(ids[:n])))
 
 
 def _logprobs(completion: Completion, chat: Chat, cut: Cut | None) -> list[TokenLogprob]:

@@ -42,12 +42,14 @@ from etude.gateway.http import (
     error_response,
     is_local,
     json_response,
+    no_route,
     read_body,
     run_until,
     run_until_disconnect,
 )
 from etude.gateway.keys import Keys, KeyUse
 from etude.gateway.model import ServedModel
+from etude.gateway.openapi import document
 from etude.gateway.pump import EventPump, EventResponse
 from etude.gateway.recording import offer_answers, offering, sender, user_of
 from etude.gateway.requests import ChatRequest, check_names, check_results
@@ -86,6 +88,7 @@ def create_app(
     routes = [
         Route("/health", gateway.health),
         Route("/metrics", gateway.metrics_page),
+        Route("/openapi.json", gateway.openapi),
         Route("/v1/models", gateway.list_models),
         Route("/v1/models/{name:path}", gateway.one_model),
         Route("/v1/messages/count_tokens", gateway.count_tokens, methods=["POST"]),
@@ -97,7 +100,8 @@ def create_app(
     ]
     allowed = list(gateway.config.cors_origins)
     cors = Middleware(CORSMiddleware, allow_origins=allowed, allow_methods=["GET", "POST"], allow_headers=["*"])
-    app = _App(routes=routes, exception_handlers=HANDLERS, middleware=[cors] if allowed else [])
+    handlers = {**HANDLERS, 404: gateway.not_offered, 405: gateway.not_offered}
+    app = _App(routes=routes, exception_handlers=handlers, middleware=[cors] if allowed else [])
     app.state.needs_key, app.state.gateway = keys is not None, gateway
     return app
 
@@ -158,23 +162,41 @@ class Gateway:
             raise RequestRefused(404, "metrics need prometheus_client", hint=hint, code="not_found")
         captured = {} if self._recorder is None else self._recorder.counts()
         page, content_type = self.metrics.page(
-            {m.name: (m.num_running, m.num_waiting) for m in self.models.values()},
+            {m.name: (m.num_running, m.num_waiting, m.num_forgotten) for m in self.models.values()},
             captured=captured,
             signals={} if self._feedback is None else self._feedback.counts(),
         )
         return Response(page, headers={"content-type": content_type})
 
+    async def openapi(self, request: Request) -> Response:
+        """Answer GET /openapi.json with the OpenAPI document of this gateway. No API key is needed."""
+        feedback = None if self._feedback is None else self._feedback.bodies
+        return json_response(document(list(self.models), has_keys=self._keys is not None, feedback=feedback))
+
     async def list_models(self, request: Request) -> Response:
         """Answer GET /v1/models with the served models. The body suits clients of OpenAI and of Anthropic."""
-        self._admit(request)
-        names = list(self.models)
-        of_anthropic = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-        return json_response({"object": "list", "data": [_card(m) for m in self.models.values()], **of_anthropic})
+
+        async def work(request: Request, record: Record) -> Response:
+            names = list(self.models)
+            of_anthropic = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+            return json_response({"object": "list", "data": [_card(m) for m in self.models.values()], **of_anthropic})
+
+        return await self._recorded(request, "models", work, limited=False, has_body=False)
 
     async def one_model(self, request: Request) -> Response:
         """Answer GET /v1/models/{name} with the model's description, or with 404 for another name."""
-        self._admit(request)
-        return json_response(_card(self._model(request.path_params["name"])))
+
+        async def work(request: Request, record: Record) -> Response:
+            return json_response(_card(self._model(request.path_params["name"])))
+
+        return await self._recorded(request, "models", work, limited=False, has_body=False)
+
+    async def not_offered(self, request: Request, error: Exception) -> Response:
+        """Answer a request for an unknown path (status 404), or with a method that its path does not take (405)."""
+        response, record = no_route(request, error), Record(request.method[:20], "none")
+        record.path = request.scope["path"][:200]
+        record.end(response.status_code, self.metrics)
+        return response
 
     async def complete(self, request: Request, name: str) -> Response:
         """Answer a request in the dialect `name` ("chat", "text", "responses" or "messages"): sample the answers and
@@ -193,11 +215,18 @@ class Gateway:
         return await take_signals(self._feedback, request, sender(request, record))
 
     async def _recorded(
-        self, request: Request, dialect: str, work: Callable[..., Any], *, limited: bool = True
+        self,
+        request: Request,
+        dialect: str,
+        work: Callable[..., Any],
+        *,
+        limited: bool = True,
+        has_body: bool = True,
     ) -> Response:
         """Run a handler, log and count its request, and keep it open until its response has ended.
 
-        `limited`: whether the request counts for the limits of its key."""
+        `limited`: whether the request counts for the limits of its key.
+        `has_body`: whether it must have a JSON body."""
         record = Record(request.method, dialect)
         self.num_open += 1
 
@@ -211,12 +240,12 @@ class Gateway:
         status = 500
         response: Response | None = None
         try:
-            record.key = self._admit(request)
+            record.key = record.spent.key = self._admit(request)
             if self._draining:
                 raise stopping()
             if record.key is not None and limited:
                 record.key.add_request()
-            if not request.headers.get("content-type", "").startswith("application/json"):
+            if has_body and not request.headers.get("content-type", "").startswith("application/json"):
                 given = request.headers.get("content-type", "")
                 facts = f"its content-type is {given[:100]!r}" if given else "it has no content-type"
                 hint, code = "send the header content-type: application/json", "unsupported_media_type"
@@ -249,6 +278,7 @@ class Gateway:
         parsed, model = await self._parsed(request, record, dialect.read)
         named = "" if self._feedback is None else self._feedback.new_id(*sender(request, record), model.name)
         head = new_head(parsed, named)
+        record.response_id = dialect.prefix + head.id
         if not parsed.stream:
             answers = await run_until_disconnect(request, model.answer(parsed, record.spent))
             if self._recorders:

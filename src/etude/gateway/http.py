@@ -134,7 +134,8 @@ async def _failed(request: Request, error: Exception) -> Response:
     return error_response(request, from_error(error))
 
 
-async def _no_route(request: Request, error: Exception) -> Response:
+def no_route(request: Request, error: Exception) -> Response:
+    """Return the response for a path that is not offered (status 404), or not with this method (405)."""
     path = request.scope["path"]
     what = f"{request.method} {path[:200]} is not offered"
     if isinstance(error, HTTPException) and error.status_code == 405:
@@ -142,7 +143,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
         method = "POST" if "POST" in allowed else "GET"
         facts, hint, code = f"this path takes only {method}", f"send {method}", "method_not_allowed"
         return error_response(request, RequestRefused(405, what, facts, hint=hint, code=code, allow=allowed))
-    offered = ["/health", "/metrics", "/v1/models", "/v1/messages/count_tokens", "/v1/feedback"]
+    offered = ["/health", "/metrics", "/openapi.json", "/v1/models", "/v1/messages/count_tokens", "/v1/feedback"]
     offered += [d.path for d in DIALECTS.values()]
     urls = "clients of OpenAI's API need the base URL http://HOST:PORT/v1, those of Anthropic's http://HOST:PORT"
     hint = f"{nearest(path.replace('/v1/v1', '/v1'), offered)}; {urls}"
@@ -153,8 +154,8 @@ async def _broken(request: Request, error: Exception) -> Response:
     return error_response(request, broken())
 
 
-HANDLERS: Any = {EtudeError: _failed, Exception: _broken, 404: _no_route, 405: _no_route}
-"""Starlette's handlers by exception type and HTTP status."""
+HANDLERS: Any = {EtudeError: _failed, Exception: _broken}
+"""Starlette's handlers by exception type."""
 
 
 @contextlib.asynccontextmanager

@@ -7,7 +7,8 @@ The file of keys is TOML, with one table for each key. It has no secrets: a key 
     requests_per_minute = 60     # 0, the default: no limit
     tokens_per_day = 1_000_000   # of prompts and answers together, from 0:00 UTC; 0, the default: no limit
 
-The requests and tokens that a key has used are counted in memory, from 0 at the start of the gateway."""
+The requests and tokens that a key has used are counted in memory, from 0 at the start of the gateway. Minutes and days
+pass by a monotonic clock, so no change of the system's time refuses a key for longer, or gives it a quota twice."""
 
 from __future__ import annotations
 
@@ -36,13 +37,24 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class KeyUse:
-    """One API key with its limits, and the requests and tokens that it has used. `clock` returns Unix time in
-    seconds."""
+    """One API key with its limits, and the requests and tokens that it has used.
 
-    def __init__(self, name: str, limits: KeyLimits, *, clock: Callable[[], float] = time.time) -> None:
-        self.name, self.limits, self._clock = name, limits, clock
+    - `num_tokens`: tokens of the current day. `num_reserved`: the most that running requests may add.
+    - `clock`: monotonic time in seconds. `wall`: Unix time in seconds; only when a day begins, it says how long it
+      is."""
+
+    def __init__(
+        self,
+        name: str,
+        limits: KeyLimits,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.name, self.limits, self._clock, self._wall = name, limits, clock, wall
         self._requests: deque[float] = deque()
-        self._day, self.num_tokens = 0, 0
+        self.num_tokens = self.num_reserved = 0
+        self._day_ends = clock() + _DAY_S - wall() % _DAY_S  # by `clock`
 
     def add_request(self) -> None:
         """Count a request. Raises `RequestRefused` (HTTP status 429), and counts nothing, if a limit of the key is
@@ -52,7 +64,7 @@ class KeyUse:
             what = f"the key {self.name!r} has used its {limits.tokens_per_day} tokens of today (UTC)"
             hint = "wait for the next day (retry-after has the seconds), or raise tokens_per_day in the file of keys"
             facts = f"{self.num_tokens} were read and sampled"
-            retry_s = _DAY_S - now % _DAY_S
+            retry_s = self._day_ends - now
             raise RequestRefused(429, what, facts, hint=hint, code="insufficient_quota", retry_s=retry_s)
         while self._requests and self._requests[0] <= now - _MINUTE_S:
             self._requests.popleft()
@@ -66,20 +78,47 @@ class KeyUse:
                 raise RequestRefused(429, what, hint=hint, code="rate_limit_exceeded", retry_s=retry_s)
             self._requests.append(now)
 
-    def add_tokens(self, num_tokens: int) -> None:
-        """Add the tokens of an answered request to those of the current day."""
+    def reserve(self, num_tokens: int) -> None:
+        """Reserve tokens of the day for a request that may take as many; `add_tokens` returns them.
+
+        Raises `RequestRefused` (HTTP status 429), and reserves nothing, if the day has fewer left."""
+        now, limit = self._clock(), self.limits.tokens_per_day
+        used = self._tokens_of_today(now)
+        if limit and used + self.num_reserved + num_tokens > limit:
+            what = f"the key {self.name!r} has too few of its {limit} tokens of today (UTC) left"
+            facts = f"{used} are used, {self.num_reserved} reserved for running requests, and this one may take"
+            facts += f" {num_tokens}"
+            waits = used + num_tokens <= limit
+            hint = "try again when those have ended" if waits else "ask for a shorter answer, or wait for the next day"
+            hint += " (retry-after has the seconds)" * (not waits)
+            retry_s = 1.0 if waits else self._day_ends - now
+            raise RequestRefused(429, what, facts, hint=hint, code="insufficient_quota", retry_s=retry_s)
+        self.num_reserved += num_tokens
+
+    def add_tokens(self, num_tokens: int, *, reserved: int = 0) -> None:
+        """Add the tokens of a request that has ended to those of the current day, in place of the reserved ones."""
+        self.num_reserved -= reserved
         self.num_tokens = self._tokens_of_today(self._clock()) + num_tokens
 
     def _tokens_of_today(self, now: float) -> int:
-        if (day := int(now // _DAY_S)) != self._day:
-            self._day, self.num_tokens = day, 0
+        """Return the tokens used today. A day lasts to the next 0:00 UTC, but at least 12 hours and at most 36."""
+        if now >= self._day_ends:
+            left = _DAY_S - self._wall() % _DAY_S
+            self._day_ends, self.num_tokens = now + left + _DAY_S * (left < _DAY_S / 2), 0
         return self.num_tokens
 
 
 class Keys:
-    """The API keys that a gateway accepts. `limits` maps the name of each key to its limits."""
+    """The API keys that a gateway accepts. `limits` maps the name of each key to its limits; `clock` and `wall` are as
+    in `KeyUse`."""
 
-    def __init__(self, limits: Mapping[str, KeyLimits], *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        limits: Mapping[str, KeyLimits],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
         if not limits:
             raise ConfigError("there are no API keys", hint='add one: [me] and below it sha256 = "..."')
         for name, key in limits.items():
@@ -92,7 +131,9 @@ class Keys:
                 )
         if len({key.sha256.lower() for key in limits.values()}) < len(limits):
             raise ConfigError("two names have the same key", hint="give each name a key of its own")
-        self._by_digest = {key.sha256.lower(): KeyUse(name, key, clock=clock) for name, key in limits.items()}
+        self._by_digest = {
+            key.sha256.lower(): KeyUse(name, key, clock=clock, wall=wall) for name, key in limits.items()
+        }
 
     @staticmethod
     def of(key: str) -> Keys:

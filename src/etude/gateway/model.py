@@ -107,6 +107,11 @@ class ServedModel:
         """The number of answers that wait to be sampled."""
         return self._num_waiting
 
+    @property
+    def num_forgotten(self) -> int:
+        """The number of prompts whose conversation was evicted from memory, and tokenised again from its text."""
+        return self._tree.num_forgotten
+
     async def answer(self, parsed: ChatRequest, spent: Spent | None = None) -> list[Answer]:
         """Sample the answers to a request, as many as its `n`, and add the tokens that they take to `spent`.
 
@@ -215,12 +220,17 @@ class ServedModel:
             return most
 
     async def _prepare(self, parsed: ChatRequest, index: int, spent: Spent) -> PendingRequest:
+        """Tokenise a request, and reserve the tokens that its answer `index` may take."""
         try:
             if parsed.prompt is None:
-                return await self._prepare_chat(parsed, index, spent)
-            return await self._prepare_text(parsed, index)
+                pending = await self._prepare_chat(parsed, index, spent)
+            else:
+                pending = await self._prepare_text(parsed, index)
         except ContextFull as full:  # certainly too long, so it was not tokenised
             raise self._too_long(parsed, self.context_tokens + 1, 0, full.facts) from None
+        request = pending.request
+        spent.reserve((0 if index else len(request.prompt_ids)) + request.sampling.max_tokens)
+        return pending
 
     def _too_long(self, parsed: ChatRequest, num_prompt: int, num_answer: int, facts: str = "") -> RequestRefused:
         return context_exceeded(self.context_tokens, num_prompt, num_answer, facts=facts, field=parsed.prompt_field)

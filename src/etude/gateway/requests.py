@@ -102,11 +102,20 @@ class BodyDecoder(Generic[B]):
     - `kind`: the struct of a body.
     - `neutral`: parameters that are not supported, each with the values that are accepted because they have no effect.
     - `harmless`: parameters that are ignored.
+    - `parts`: the types of the fields whose JSON text is parsed later, by field; for the OpenAPI document.
 
     Any other parameter that is not a field of `kind` is refused."""
 
-    def __init__(self, kind: type[B], *, neutral: Mapping[str, Collection[Any]], harmless: Collection[str]) -> None:
-        self._neutral, self._known = neutral, {*kind.__struct_fields__, *harmless, *neutral}
+    def __init__(
+        self,
+        kind: type[B],
+        *,
+        neutral: Mapping[str, Sequence[Any]],
+        harmless: Collection[str],
+        parts: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.kind, self.neutral, self.harmless, self.parts = kind, neutral, harmless, parts or {}
+        self._known = {*kind.__struct_fields__, *harmless, *neutral}
         others = [(name, msgspec.Raw, ABSENT) for name in self._known.difference(kind.__struct_fields__)]
         options: Any = {"kw_only": True, "forbid_unknown_fields": True}
         self._decoder: Any = msgspec.json.Decoder(msgspec.defstruct(kind.__name__, others, bases=(kind,), **options))
@@ -121,8 +130,8 @@ class BodyDecoder(Generic[B]):
             raise invalid_value(error, self._decoder.type) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise not_json(error) from None
-        for name, accepted in self._neutral.items():
-            if (raw := getattr(body, name)) is not ABSENT and (value := _decode_value(raw)) not in accepted:
+        for name, accepted in self.neutral.items():
+            if (raw := getattr(body, name)) is not ABSENT and not _is_one_of(value := _decode_value(raw), accepted):
                 raise unsupported_value(name, value, list(accepted))
         return body
 
@@ -260,6 +269,11 @@ def _decode_value(raw: msgspec.Raw) -> Any:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise not_json(error) from None
+
+
+def _is_one_of(value: Any, accepted: Sequence[Any]) -> bool:
+    """Return whether a JSON value is among others. Unlike in Python, true is not 1."""
+    return any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in accepted)
 
 
 class ParseCache(Generic[P, V]):

@@ -66,6 +66,7 @@ class SummaryWriter:
             fork_from=prompt.fork_from,
             traffic=Traffic.PRODUCTION,
         )
+        self.spent.reserve(len(request.prompt_ids) + request.sampling.max_tokens)
         completion = await self.policy.complete(request)
         self.spent.summary += len(request.prompt_ids) + len(completion.token_ids)
         if completion.stop_reason is StopReason.CANCELLED:

@@ -69,7 +69,9 @@ class ImportedSignal(GivenSignal, frozen=True, kw_only=True, forbid_unknown_fiel
     user: str = ""
 
 
-class _Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SignalBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Several signals in one request."""
+
     signals: list[GivenSignal]
 
 
@@ -84,7 +86,7 @@ def parse_body(body: bytes) -> list[GivenSignal]:
     try:
         told: Any = msgspec.json.decode(body)
         if isinstance(told, dict) and "signals" in told:
-            found = msgspec.convert(told, _Batch).signals
+            found = msgspec.convert(told, SignalBatch).signals
         else:
             found = [msgspec.convert(told, GivenSignal)]
     except msgspec.ValidationError as error:

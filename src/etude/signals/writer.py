@@ -15,12 +15,14 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from etude.errors import EtudeError, PrivacyError, SignalRefused
 from etude.privacy import PrivacyFolder
 from etude.records.served import ServedAnswer
 from etude.signals.file import FeedbackFile, Receipt, Sent
 from etude.signals.ids import began_at
-from etude.signals.messages import parse_body
+from etude.signals.messages import GivenSignal, SignalBatch, parse_body
 from etude.signals.versions import Observation, Observations, only_version
 
 logger = logging.getLogger("etude.signals")
@@ -49,6 +51,8 @@ class FeedbackWriter:
     - `max_waiting`, `max_waiting_bytes`: the most requests that wait, and their bytes. Further ones are refused.
 
     Raises as `FeedbackFile`."""
+
+    bodies: tuple[type[msgspec.Struct], ...] = (GivenSignal, SignalBatch)
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ def test_the_model_of_a_request_is_found_by_its_name() -> None:
 
 
 def test_keys_have_rates_and_quotas_which_are_told_in_each_dialect() -> None:
-    keys = {"slow": limits("s" * 20, requests_per_minute=1), "small": limits("t" * 20, tokens_per_day=5)}
+    keys = {"slow": limits("s" * 20, requests_per_minute=1), "small": limits("t" * 20, tokens_per_day=60)}
 
     async def work() -> None:
         async with served([said("a")] * 3, keys=Keys(keys), key="s" * 20) as at:
@@ -61,11 +61,12 @@ def test_keys_have_rates_and_quotas_which_are_told_in_each_dialect() -> None:
                 await at.anthropic.messages.create(model=MODEL, max_tokens=9, messages=USER)
             assert of_anthropic.value.body["error"]["type"] == "rate_limit_error"  # type: ignore[index]
             other = at.openai.with_options(api_key="t" * 20)
-            await other.responses.create(model=MODEL, input="hi")
+            await other.responses.create(model=MODEL, input="hi", max_output_tokens=8)
             with pytest.raises(openai.RateLimitError) as quota:
-                await other.responses.create(model=MODEL, input="hi")
+                await other.responses.create(model=MODEL, input="hi", max_output_tokens=60)
             assert quota.value.code == "insufficient_quota"
-            assert "\n  hint: wait for the next day" in quota.value.message
+            assert "\n  hint: ask for a shorter answer, or wait for the next day" in quota.value.message
+            assert int(quota.value.response.headers["retry-after"]) <= 86_400
             with pytest.raises(openai.AuthenticationError):
                 await at.openai.with_options(api_key="u" * 20).models.list()
 
@@ -74,7 +75,9 @@ def test_keys_have_rates_and_quotas_which_are_told_in_each_dialect() -> None:
 
 def test_a_minute_and_a_day_give_back_what_was_used() -> None:
     now = [1000.0]
-    key = Keys({"a": limits("k", requests_per_minute=2, tokens_per_day=10)}, clock=lambda: now[0]).find(b"k")
+    key = Keys(
+        {"a": limits("k", requests_per_minute=2, tokens_per_day=10)}, clock=lambda: now[0], wall=lambda: now[0]
+    ).find(b"k")
     key.add_request()
     key.add_request()
     with pytest.raises(RequestRefused):
@@ -87,6 +90,71 @@ def test_a_minute_and_a_day_give_back_what_was_used() -> None:
     assert used.value.retry_s == pytest.approx(86_400 - 1061)
     now[0] += 86_400
     key.add_request()
+
+
+@pytest.mark.parametrize("jump_s", [-3 * 86_400, -86_400, -3_600, 5, 46_800, 86_400])
+def test_a_clock_that_jumps_neither_refuses_a_key_for_longer_nor_gives_it_a_quota_twice(jump_s: float) -> None:
+    at, wall = [50.0], [20_000 * 86_400.0 + 43_200]  # noon
+    both = {"clock": lambda: at[0], "wall": lambda: wall[0]}
+    key = Keys({"a": limits("k", requests_per_minute=1, tokens_per_day=10)}, **both).find(b"k")
+
+    def wait(seconds: float) -> None:
+        at[0], wall[0] = at[0] + seconds, wall[0] + seconds
+
+    key.add_request()
+    wall[0] += jump_s
+    wait(59)
+    with pytest.raises(RequestRefused, match="requests per minute"):
+        key.add_request()
+    wait(2)
+    key.add_request()
+    key.add_tokens(10)
+    for back_and_forth in (jump_s, -jump_s, -jump_s, jump_s):
+        wall[0] += back_and_forth
+        with pytest.raises(RequestRefused, match="tokens of today"):
+            key.add_request()
+    wait(43_200)
+    key.add_request()
+    key.add_tokens(10)
+    wait(43_000)
+    with pytest.raises(RequestRefused, match="tokens of today"):
+        key.add_request()
+    wait(86_400)
+    key.add_request()
+
+
+def test_no_number_of_requests_at_once_takes_more_than_the_quota_of_a_key() -> None:
+    let, seen = asyncio.Event(), 0
+
+    class Waiting:
+        async def complete(self, request: CompletionRequest) -> Completion:
+            nonlocal seen
+            seen += 1
+            await let.wait()
+            return await ScriptedEngine([said("a")], context_tokens=4096).generate(request)
+
+    async def work() -> None:
+        keys = Keys({"me": limits("k" * 20, tokens_per_day=100)})
+        config = GatewayConfig(port=0, max_running=100)
+        async with served(policy=Waiting(), keys=keys, key="k" * 20, config=config) as at:
+            ask: dict[str, Any] = {"model": MODEL, "messages": USER, "max_tokens": 20}
+            key = keys.find(b"k" * 20)
+            asked = [asyncio.create_task(at.openai.chat.completions.create(**ask)) for _ in range(30)]
+            done, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            while len(done) + seen < 30:
+                more, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                done |= more
+            assert 0 < key.num_reserved <= 100
+            refused = [task.exception() for task in done]
+            assert all(isinstance(one, openai.RateLimitError) and one.code == "insufficient_quota" for one in refused)
+            assert all("reserved for running requests" in str(one) for one in refused)
+            let.set()
+            answers = await asyncio.gather(*waiting)
+            assert len(answers) == seen
+            used = sum(one.usage.total_tokens for one in answers if one.usage is not None)
+            assert (key.num_tokens, key.num_reserved) == (used, 0)
+
+    run(work)
 
 
 @pytest.mark.parametrize(
@@ -114,16 +182,25 @@ def test_a_file_of_keys_that_is_missing_is_named_with_an_example(tmp_path: Path)
 
 
 def test_each_request_is_one_log_line_without_content_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    ids: list[str] = []
+
     async def work() -> None:
         async with served([said("a secret")] * 2, keys=Keys({"me": limits("k" * 20)}), key="k" * 20) as at:
-            await at.openai.chat.completions.create(model=MODEL, messages=USER)
+            answer = await at.openai.chat.completions.create(model=MODEL, messages=USER)
             stream = await at.openai.chat.completions.create(model=MODEL, messages=USER, stream=True)
-            assert [chunk async for chunk in stream]
+            ids.extend([answer.id, [chunk async for chunk in stream][-1].id])
             with pytest.raises(openai.BadRequestError):
                 await at.openai.responses.create(model=MODEL, input=[])
+            assert await at.openai.models.list()
+            with pytest.raises(openai.NotFoundError):
+                await at.openai.models.retrieve("other")
+            assert (await at.http.get("v1/models")).status_code == 404
+            assert (await at.http.put("models")).status_code == 405
             page = (await at.http.get(str(at.http.base_url).removesuffix("/v1/") + "/metrics")).text
             assert 'etude_gateway_requests_total{dialect="chat",status="200"} 2.0' in page
             assert 'etude_gateway_requests_total{dialect="responses",status="400"} 1.0' in page
+            for dialect, status in (("models", 200), ("models", 404), ("none", 404), ("none", 405)):
+                assert f'etude_gateway_requests_total{{dialect="{dialect}",status="{status}"}} 1.0' in page
             assert f'etude_gateway_tokens_total{{kind="answer"}} {2.0 * len(said("a secret"))}' in page
             assert f'etude_gateway_running{{model="{MODEL}"}} 0.0' in page
             assert at.gateway.num_open == 0
@@ -135,6 +212,18 @@ def test_each_request_is_one_log_line_without_content_and_is_counted(caplog: pyt
         f"POST dialect=chat model={MODEL} key=me status=200",
         f"POST dialect=chat model={MODEL} key=me status=200",
         "POST dialect=responses model=- key=me status=400",
+        "GET dialect=models model=- key=me status=200",
+        "GET dialect=models model=- key=me status=404",
+        "GET dialect=none model=- key=- status=404",
+        "PUT dialect=none model=- key=- status=405",
+    ]
+    assert [line.split(" id=")[1] for line in lines] == [
+        *ids,
+        "-",
+        "-",
+        "-",
+        "- path='/v1/v1/models'",
+        "- path='/v1/models'",
     ]
     assert f"answer={len(said('a secret'))} summary=0 ms=" in lines[1]
     assert not any("secret" in line or "hi" in line.split() for line in lines)
@@ -361,6 +450,56 @@ def test_reasoning_that_is_cut_off_is_reasoning(cut: int) -> None:
             assert "ab cd ef".startswith((message.model_extra or {})["reasoning_content"][:8])
             stream = await at.openai.chat.completions.create(model=MODEL, messages=USER, max_tokens=cut, stream=True)
             assert "".join([c.choices[0].delta.content or "" async for c in stream]) == ""
+
+    run(work)
+
+
+def test_each_dialect_counts_the_tokens_of_reasoning() -> None:
+    async def work() -> None:
+        thought, cut = said("<think>\nab cd\n</think>")[:-1], said("<think>\nab cd ef gh")
+        answers = [[*thought, *said("\n\nhello")]] * 4
+        async with served([*answers, said("hello"), cut]) as at:
+            ask: dict[str, Any] = {"model": MODEL, "messages": USER}
+            chat = (await at.openai.chat.completions.create(**ask)).usage
+            assert chat is not None
+            assert chat.completion_tokens_details is not None
+            assert chat.completion_tokens_details.reasoning_tokens == len(thought)
+            whole = (await at.openai.responses.create(model=MODEL, input="hi")).usage
+            assert whole is not None
+            assert whole.output_tokens_details.reasoning_tokens == len(thought)
+            async with at.anthropic.messages.stream(**ask, max_tokens=99) as stream:
+                streamed = (await stream.get_final_message()).usage
+            told = (await at.anthropic.messages.create(**ask, max_tokens=99)).usage
+            for usage in (streamed, told):
+                assert usage.output_tokens_details is not None
+                assert usage.output_tokens_details.thinking_tokens == len(thought)
+            for number in (0, 4):
+                usage = (await at.openai.responses.create(model=MODEL, input="hi", max_output_tokens=4)).usage
+                assert usage is not None
+                assert usage.output_tokens_details.reasoning_tokens == number
+
+    run(work)
+
+
+def test_a_conversation_that_memory_no_longer_has_is_counted() -> None:
+    async def work() -> None:
+        config = GatewayConfig(port=0, remembered_tokens=60)
+        async with served([said("one"), said("x " * 40), said("two"), said("three")], config=config) as at:
+            ask = at.openai.chat.completions.create
+
+            async def forgotten() -> float:
+                page = (await at.http.get(str(at.http.base_url).removesuffix("/v1/") + "/metrics")).text
+                return float(page.split(f'etude_gateway_forgotten{{model="{MODEL}"}} ')[1].split()[0])
+
+            await ask(model=MODEL, messages=USER)
+            again: Any = [*USER, {"role": "assistant", "content": "one"}, {"role": "user", "content": "more"}]
+            foreign: Any = [*USER, {"role": "assistant", "content": "I"}, {"role": "user", "content": "y " * 30}]
+            await ask(model=MODEL, messages=foreign)  # of another server: nothing was evicted
+            assert await forgotten() == 0
+            await ask(model=MODEL, messages=again)
+            assert await forgotten() == 1
+            await ask(model=MODEL, messages=[*again, {"role": "assistant", "content": "two"}, *USER])
+            assert await forgotten() == 1
 
     run(work)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -35,8 +35,11 @@ NEUTRAL_OF_CHAT: dict[str, tuple[Any, ...]] = {
 """Known parameters that are not supported, with the values that are accepted because they change nothing."""
 
 
+_TEXTS = ("text", "input_text", "output_text")  # types of parts of a message
+
+
 class _Part(msgspec.Struct):
-    type: str
+    type: Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(_TEXTS)})]
     text: str = ""
 
 
@@ -99,7 +102,12 @@ class _ChatBody(Body, kw_only=True):
     top_logprobs: int | None = None
 
 
-_decoder = BodyDecoder(_ChatBody, neutral=NEUTRAL_OF_CHAT, harmless=HARMLESS)
+_decoder = BodyDecoder(
+    _ChatBody,
+    neutral=NEUTRAL_OF_CHAT,
+    harmless=HARMLESS,
+    parts={"messages": list[_Message], "tools": list[dict[str, Any]] | None},
+)
 
 
 def read(data: bytes) -> ChatRequest:
@@ -151,7 +159,7 @@ def _canonical(message: _Message, where: str) -> list[Message]:
     content = message.content
     if isinstance(content, list):
         for part in content:
-            if part.type not in ("text", "input_text", "output_text"):
+            if part.type not in _TEXTS:
                 raise unsupported_content(part.type, f"{where}.content", "text")
         content = "".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role
@@ -227,4 +235,4 @@ class _ChatStream(CompletionStream):
             yield {"delta": {"tool_calls": [{"index": number, "function": {"arguments": arguments}}]}}
 
 
-DIALECT = Dialect("chat", "/v1/chat/completions", read, body, _ChatStream, openai_error)
+DIALECT = Dialect("chat", "/v1/chat/completions", read, body, _ChatStream, openai_error, _decoder, _ChatStream.prefix)

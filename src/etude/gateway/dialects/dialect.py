@@ -15,7 +15,7 @@ from etude.capture import Chat
 from etude.capture.streams import StreamedText
 from etude.gateway.answers import Answer, ResponseHead
 from etude.gateway.errors import RequestRefused
-from etude.gateway.requests import ChatRequest
+from etude.gateway.requests import BodyDecoder, ChatRequest
 from etude.records.wire import I32
 
 
@@ -91,7 +91,9 @@ class Dialect:
     - `read`: parse and check the JSON body of a request. Raises only `RequestRefused`.
     - `body`: return the JSON body of a whole response.
     - `stream`: return the `EventStream` of a streamed response.
-    - `error`: return the JSON body of an error."""
+    - `error`: return the JSON body of an error.
+    - `decoder`: parses the bodies that `read` gets; for the OpenAPI document.
+    - `prefix`: the beginning of the ids of its responses, such as "chatcmpl-"."""
 
     name: str
     path: str
@@ -99,6 +101,8 @@ class Dialect:
     body: Callable[[ChatRequest, ResponseHead, Sequence[Answer]], dict[str, Any]]
     stream: Callable[[ChatRequest, ResponseHead, Chat], EventStream]
     error: Callable[[RequestRefused], dict[str, Any]]
+    decoder: BodyDecoder[Any]
+    prefix: str
 
 
 def new_head(request: ChatRequest, response_id: str = "") -> ResponseHead:

@@ -133,7 +133,12 @@ class _Body(msgspec.Struct, kw_only=True):
     top_k: int | None = None
 
 
-_decoder = BodyDecoder(_Body, neutral=NEUTRAL, harmless=HARMLESS)
+_decoder = BodyDecoder(
+    _Body,
+    neutral=NEUTRAL,
+    harmless=HARMLESS,
+    parts={"messages": list[_Message], "tools": list[_Tool] | None},
+)
 
 
 def read(data: bytes) -> ChatRequest:
@@ -251,6 +256,7 @@ def _usage(answer: Answer) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": len(answer.completion.token_ids),
+        "output_tokens_details": {"thinking_tokens": answer.num_reasoning},
         **summary_usage([answer]),
     }
 
@@ -358,4 +364,4 @@ class _MessageStream(EventStream):
         return named_event(error(refused))
 
 
-DIALECT = Dialect("messages", "/v1/messages", read, body, _MessageStream, error)
+DIALECT = Dialect("messages", "/v1/messages", read, body, _MessageStream, error, _decoder, "msg_")

@@ -114,7 +114,12 @@ class _Body(msgspec.Struct, kw_only=True):
     include: list[str] | None = None
 
 
-_decoder = BodyDecoder(_Body, neutral=NEUTRAL, harmless=HARMLESS)
+_decoder = BodyDecoder(
+    _Body,
+    neutral=NEUTRAL,
+    harmless=HARMLESS,
+    parts={"input": str | list[_Item], "tools": list[DeclaredTool] | None},
+)
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 ECHOED = (
     "instructions",
@@ -355,7 +360,7 @@ def body(request: ChatRequest, head: ResponseHead, answers: Sequence[Answer]) ->
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": answer.completion.num_cached, "cache_write_tokens": 0},
         "output_tokens": sampled,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": answer.num_reasoning},
         "total_tokens": prompt + sampled,
         **summary_usage(answers),
     }
@@ -453,4 +458,4 @@ class _ResponseStream(EventStream):
         return first + self._event("response.failed", response=failed)
 
 
-DIALECT = Dialect("responses", "/v1/responses", read, body, _ResponseStream, openai_error)
+DIALECT = Dialect("responses", "/v1/responses", read, body, _ResponseStream, openai_error, _decoder, "resp_")

@@ -118,11 +118,13 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
     """Return OpenAI's `usage` object, the token counts of a response. `cached_tokens` are prompt tokens whose KV was
     reused."""
     prompt, sampled = len(answers[0].prompt_ids), num_sampled(answers)
+    reasoning = sum(answer.num_reasoning for answer in answers)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": sampled,
         "total_tokens": prompt + sampled,
         "prompt_tokens_details": {"cached_tokens": answers[0].completion.num_cached},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
         **summary_usage(answers),
     }
 

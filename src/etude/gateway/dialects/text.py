@@ -79,4 +79,4 @@ class _TextStream(CompletionStream):
         return self._text(piece, index)  # there is no template that would mark reasoning
 
 
-DIALECT = Dialect("text", "/v1/completions", read, body, _TextStream, openai_error)
+DIALECT = Dialect("text", "/v1/completions", read, body, _TextStream, openai_error, _decoder, _TextStream.prefix)
