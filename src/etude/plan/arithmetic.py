@@ -230,6 +230,18 @@ def activation_bytes(model: ModelConfig, tokens: int, training: Training) -> flo
     return float(tokens) * (training.dtype_bytes * kept + 2 * FLOAT32_BYTES * model.vocab_size)
 
 
+def rounded_bytes(model: ModelConfig, training: Training) -> float:
+    """Compute the bytes of the rounded matrices that a forward pass keeps for its backward pass on a learner rank.
+
+    Each product with a quantised format rounds the full matrix, and the backward pass needs the result. So a rank keeps
+    all dense matrices and those of its experts, whatever the number of ranks; with recomputation one layer's."""
+    if not training.quantised:
+        return 0.0
+    experts = expert_parameters(model)
+    here = sum(map(prod, matrices(model))) - experts + experts / training.expert_parallel
+    return training.gathered_bytes * here / (model.num_layers if training.recompute else 1)
+
+
 def delta_bytes(parameters: int, changed: float, width: int = BF16_BYTES) -> float:
     """Estimate the bytes of a delta, the compressed difference between two versions of `parameters` weights.
 

@@ -25,7 +25,7 @@ from tests.unit.training import ranked_learner
 from etude.cli.plan import training_of
 from etude.errors import CheckpointError
 from etude.models import ModelConfig, Transformer, load_model, save_model
-from etude.numerics.config import ComputeDtype, Mode, NumericsConfig
+from etude.numerics.config import ComputeDtype, Mode, NumericsConfig, Quantise
 from etude.plan.arithmetic import parameter_bytes
 from etude.records import Batch
 from etude.records.sample import PlacedHint
@@ -50,6 +50,7 @@ EXACT, NATIVE = NumericsConfig(), NumericsConfig(mode=Mode.NATIVE)
 CONFIG = LearnerConfig(lr=1e-2, ranks=2, expert_parallel=2, replay_routes=False, grad_clip=0.3)
 LORA = replace(CONFIG, lora_rank=3, lora_alpha=7.0, lr=5e-2)  # by no power of two
 SAVED = "adamw"
+LOW = NumericsConfig(quantise=Quantise.NVFP4)
 COMPACT: dict[str, Any] = {"masters": Masters.BF16, "moments": Moments.INT8}
 
 
@@ -66,10 +67,17 @@ def jobs_in(folder: Path) -> dict[str, Job]:
     dpo = replace(CONFIG, policy_loss=PolicyLossKind.DPO, dpo_beta=0.5, budget_tokens=100)
     texts = replace(dpo, expert_parallel=1, context_parallel=2, dpo_reference=DpoReference.SAMPLER)
     hints = tuple(map(with_hints, given))
+    low = ranked.batches(start, LENGTHS, steps=2, numerics=LOW)
+    mxfp8 = NumericsConfig(quantise=Quantise.MXFP8)
+    rows = replace(CONFIG, expert_parallel=1, budget_tokens=100)
     made = {
         SAVED: adamw,
         "muon": replace(adamw, config=replace(CONFIG, optimizer=OptimizerKind.MUON, recompute=True), save=None),
-        "rows": replace(adamw, config=replace(CONFIG, expert_parallel=1, budget_tokens=100), save=None),
+        "rows": replace(adamw, config=rows, save=None),
+        "low": replace(adamw, batches=low, numerics=LOW, save=None),
+        "low rows": replace(
+            adamw, config=replace(rows, optimizer=OptimizerKind.MUON, recompute=True), numerics=mxfp8, save=None
+        ),
         "lora": replace(adamw, config=LORA, save=folder / "adapter"),
         "dpo": replace(adamw, config=dpo, batches=pairs, save=None),
         "dpo of texts": replace(adamw, config=texts, batches=pairs, save=None),
@@ -82,9 +90,7 @@ def jobs_in(folder: Path) -> dict[str, Job]:
         "compact muon": replace(
             adamw, config=replace(CONFIG, optimizer=OptimizerKind.MUON, moments=Moments.INT8, offload=True), save=None
         ),
-        "compact rows": replace(
-            adamw, config=replace(CONFIG, expert_parallel=1, budget_tokens=100, masters=Masters.BF16), save=None
-        ),
+        "compact rows": replace(adamw, config=replace(rows, masters=Masters.BF16), save=None),
         "compact lora": replace(adamw, config=replace(LORA, **COMPACT), save=folder / "compact adapter"),
         "bf16 compact": Job(start, folder / "narrow", replace(rounded, **COMPACT), bf16, NATIVE),
         "bf16 adapters": Job(start, folder / "low", replace(LORA, dtype=ComputeDtype.BFLOAT16), bf16, NATIVE),
@@ -118,7 +124,21 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Job, Train
 
 @pytest.mark.parametrize(
     "name",
-    [SAVED, "muon", "rows", "lora", "few", "dpo", "hints", "compact", "compact muon", "compact rows", "compact lora"],
+    [
+        SAVED,
+        "muon",
+        "rows",
+        "low",
+        "low rows",
+        "lora",
+        "few",
+        "dpo",
+        "hints",
+        "compact",
+        "compact muon",
+        "compact rows",
+        "compact lora",
+    ],
 )
 def test_two_ranks_publish_the_bytes_of_one_process(
     told: dict[str, tuple[Job, Trained, list[Trained]]], name: str
@@ -230,7 +250,7 @@ def test_a_rank_keeps_as_many_bytes_of_a_parameter_as_a_plan_counts(tmp_path: Pa
     planned = {8.03: COMPACT, 14.03: {"moments": Moments.INT8}, 20.0: {}}
     jobs = [Job(tmp_path / "start", tmp_path, replace(rows, **one), given, NATIVE) for one in planned.values()]
     for job, expected in zip(jobs, planned, strict=True):
-        each = parameter_bytes(training_of(job.config, Mode.NATIVE), 2)
+        each = parameter_bytes(training_of(job.config, NATIVE), 2)
         assert sum(each.values()) == pytest.approx(expected, rel=1e-3)
     for kept in run_ranks(ranked_learner.kept_bytes, jobs, ranks=2, stall_s=900.0):
         assert kept == pytest.approx(list(planned), rel=0.05)
