@@ -63,10 +63,14 @@ def training_flops(model: ModelConfig, context: float, training: Training) -> fl
 def kv_bytes_token(model: ModelConfig, width: int = BF16_BYTES) -> int:
     """Compute the bytes of the KV cache for one token, in all layers. `width` is the bytes per number.
 
-    Shazeer 2019 (arXiv 1911.02150); latents: DeepSeek-AI 2024, "DeepSeek-V2" (arXiv 2405.04434), table 1."""
+    Shazeer 2019 (arXiv 1911.02150); latents: DeepSeek-AI 2024, "DeepSeek-V2" (arXiv 2405.04434), table 1. Keys of an
+    indexer are float32."""
     kept = model.cache_layout
     values = 0 if kept.shared else kept.heads * kept.value_width
-    return (model.num_layers - len(model.linear_layers)) * (kept.heads * kept.key_width + values) * width
+    indexer = None if model.latent is None else model.latent.indexer
+    of_indexer = 0 if indexer is None else FLOAT32_BYTES * indexer.width
+    layers = model.num_layers - len(model.linear_layers)
+    return layers * ((kept.heads * kept.key_width + values) * width + of_indexer)
 
 
 def kv_bytes_device(model: ModelConfig, devices: int, width: int = BF16_BYTES) -> int:

@@ -317,15 +317,21 @@ def test_four_ranks_on_two_meshes_publish_and_save_what_one_process_does(tmp_pat
 @pytest.mark.slow
 def test_families_with_latents_biases_and_dense_layers_train_over_ranks(tmp_path: Path) -> None:
     """Latents, shared experts and biases of choosing; a dense model; sinks and biases of experts, which are read from
-    stacks; gated delta layers; an indexer. Texts are gathered as latents."""
+    stacks; gated delta layers; an indexer. Texts are gathered as latents, and as keys of an indexer that chooses."""
     configs = {"latent": replace(DEEPSEEK, context_tokens=1024), "dense": DENSE, "stacked": GPT_OSS}
-    configs |= {"linear": NEXT, "indexed": DEEPSEEK32}
+    configs |= {"linear": NEXT, "indexed": replace(DEEPSEEK32, context_tokens=1024)}
     for name, config in configs.items():
-        save_model(Transformer(config, seed=4), tmp_path / name, dtype="f32")
+        model = Transformer(config, seed=4)
+        for key, buffer in model.named_buffers():
+            if ".indexer_" in key:  # else all scores are zero
+                buffer.normal_(generator=torch.Generator().manual_seed(len(key)))
+        save_model(model, tmp_path / name, dtype="f32")
     latent, dense, stacked, linear, indexed = (
         ranked.batches(tmp_path / name, [40, 33, 57, 20], steps=2, numerics=EXACT) for name in configs
     )
-    long = ranked.batches(tmp_path / "latent", [600, 40], steps=1, numerics=EXACT)
+    long, chosen = (
+        ranked.batches(tmp_path / name, [600, 40], steps=1, numerics=EXACT) for name in ("latent", "indexed")
+    )
     biased, plain = replace(CONFIG, balance_bias=1e-3), replace(CONFIG, expert_parallel=1)
     texts = replace(plain, context_parallel=2, recompute=True)
     jobs = [
@@ -339,12 +345,14 @@ def test_families_with_latents_biases_and_dense_layers_train_over_ranks(tmp_path
         Job(tmp_path / "linear", tmp_path / "i", replace(CONFIG, optimizer=OptimizerKind.MUON), linear),
         Job(tmp_path / "indexed", tmp_path / "j", plain, indexed),
         Job(tmp_path / "latent", tmp_path / "d", texts, long),
+        Job(tmp_path / "indexed", tmp_path / "k", texts, chosen),
     ]
     alone = [ranked.alone(replace(job, store=job.store.with_suffix(".one"))) for job in jobs]
     for told in run_ranks(ranked.together, jobs, ranks=2, stall_s=900.0):
-        assert told[:-1] == alone[:-1]
-        assert told[-1].fresh == [0.0]
-        assert told[-1].losses == pytest.approx(alone[-1].losses, rel=1e-5)
+        assert told[:-2] == alone[:-2]
+        for one, other in zip(told[-2:], alone[-2:], strict=True):
+            assert one.fresh == [0.0]
+            assert one.losses == pytest.approx(other.losses, rel=1e-5)
 
 
 @pytest.mark.slow
