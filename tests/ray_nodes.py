@@ -62,6 +62,7 @@ class Nodes:
             port, client = one.getsockname()[1], other.getsockname()[1]
         self.env = os.environ | {
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_register_timeout_seconds": "300",  # Ray's 60 s are too few for a busy host
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
         }

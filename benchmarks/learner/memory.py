@@ -85,7 +85,7 @@ def measure(name: str, start: Path, batch: Batch, answer: Connection) -> None:
     optimizer, number = learner.optimizer, learner.model.config.num_parameters
     bases = learner.trainable.module.bases.values() if isinstance(learner.trainable.module, Adapters) else []
     device = [*learner.model.parameters(), optimizer.live, optimizer.grad, *optimizer.state().values()]
-    training = training_of(config, numerics.mode)
+    training = training_of(config, numerics)
     planned = weights_bytes(LARGE, training, 1) + optimiser_bytes(LARGE, training, 1)
     took = []
     for _ in range(STEPS):

@@ -355,6 +355,15 @@ def test_a_node_that_does_not_see_the_run_folder_takes_no_part_and_is_named(
     assert f"does not see {elsewhere}" in refused.value.facts
     assert "mount one file system on every node" in refused.value.hint
 
+    def waits_long() -> str:
+        time.sleep(60.0)
+        return ""
+
+    with pytest.raises(ConfigError, match="1 of 1 nodes cannot take part") as late:
+        ray_cluster._check_nodes(("worker",), 0.1, waits_long)
+    assert "did not answer within 0.1 s" in late.value.facts
+    assert "free processors of the nodes" in late.value.hint, "its file system is not why"
+
 
 async def _never_waits(why: str) -> None:
     raise AssertionError(why)

@@ -18,13 +18,17 @@ VERSION = Version(step=0, incarnation="00000000", digest="ab" * 32)
 
 
 def sharp(config: ModelConfig, operators: Operators, seed: int = 1) -> Transformer:
-    """Random weights with predictions so sharp that a wrong number shows, biases, and attention sinks."""
+    """Random weights with predictions so sharp that a wrong number shows, biases, attention sinks and indexers."""
     model = Transformer(config, seed=seed, operators=operators)
     with torch.no_grad():
         model.embedding.mul_(3)
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "sinks")):
                 parameter.copy_(torch.linspace(-0.3, 0.3, parameter.numel()).view(parameter.shape))
+        for name, buffer in model.named_buffers():
+            if ".indexer_" in name:
+                drawn = torch.Generator().manual_seed(seed + len(name))
+                buffer.copy_(torch.randn(buffer.shape, generator=drawn))
     return model
 
 

@@ -16,7 +16,7 @@ from tests.tiers import first_few
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig
-from etude.models.components import ClampedSwiglu, GatedDelta, Latent, Routing, Scores
+from etude.models.components import ClampedSwiglu, GatedDelta, Indexer, Latent, Routing, Scores
 from etude.numerics.exact import matmul
 from etude.numerics.exact.operators import Exact
 from etude.numerics.native import Native
@@ -32,6 +32,12 @@ DEEPSEEK = ModelConfig(
     num_shared=1, routing=Routing(Scores.SIGMOID, scaling=2.5, num_groups=3, top_groups=2),
     latent=Latent(kv_rank=24, nope_dim=8, rope_dim=6, value_dim=10, q_rank=20),
 )  # fmt: skip
+DEEPSEEK32 = dataclasses.replace(
+    DEEPSEEK, family="deepseek_v32",
+    latent=Latent(
+        kv_rank=24, nope_dim=8, rope_dim=6, value_dim=10, q_rank=20, indexer=Indexer(heads=3, width=11, top_k=48)
+    ),
+)  # fmt: skip
 OLMOE = dataclasses.replace(QWEN, head_dim=8, family="olmoe")
 GLM = dataclasses.replace(
     DEEPSEEK, num_heads=4, num_kv_heads=2, head_dim=16, family="glm4_moe", latent=None, attention_bias=True,
@@ -45,6 +51,7 @@ NEXT = dataclasses.replace(
     linear=GatedDelta(key_heads=2, value_heads=4, key_dim=13, value_dim=9),
 )  # fmt: skip
 FAMILIES = {
+    "deepseek-v3.2": DEEPSEEK32,
     "qwen3-next": NEXT,
     "qwen3-moe": QWEN,
     "gpt-oss": GPT_OSS,
@@ -56,7 +63,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (3, 17, 70, 150, 201)
 NUM = 12
 every_model = pytest.mark.parametrize(
-    ("family", "dtype"), first_few(itertools.product(FAMILIES, DTYPES), 16), ids=lambda v: str(v).removeprefix("torch.")
+    ("family", "dtype"), first_few(itertools.product(FAMILIES, DTYPES), 19), ids=lambda v: str(v).removeprefix("torch.")
 )
 
 

@@ -214,6 +214,9 @@ VARIANTS = {
         "qwen3.5-moe 256 experts": variant(
             Qwen3_5MoeForCausalLM, {**QWEN35, "layer_types": TWO}, 2, num_experts=256, moe_intermediate_size=4, **MANY
         ),
+        "deepseek-v3.2 sparse, yarn": variant(
+            DeepseekV32ForCausalLM, DEEPSEEK32, 2, index_topk=7, index_n_heads=24, rope_parameters=DEEPSEEK_YARN
+        ),
         "deepseek-v3.2 yarn, all layers with experts": variant(
             DeepseekV32ForCausalLM, DEEPSEEK32, 3, first_k_dense_replace=0, rope_parameters=DEEPSEEK_YARN
         ),

@@ -15,7 +15,7 @@ from tests.parity.test_low_precision import DEEPSEEK, QWEN, rollout
 from tests.tiers import first_few
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from etude.errors import CheckpointError, WeightsError
+from etude.errors import CheckpointError, ConfigError, WeightsError
 from etude.inference.adapters import AdaptedWeights, fetched_base
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
@@ -362,6 +362,12 @@ def test_a_checkpoint_of_other_adapters_is_refused_by_what_differs(
     learner.save(tmp_path / "step-1")
     with pytest.raises(CheckpointError, match=said):
         TorchLearner(config).load(tmp_path / "step-1")
+
+
+def test_adapters_on_quantised_weights_are_refused(tmp_path: Path) -> None:
+    learner = TorchLearner(LORA, numerics=NumericsConfig(quantise=Quantise.MXFP8))
+    with pytest.raises(ConfigError, match="'mxfp8' is not possible with lora_rank = 3"):
+        learner.load(start_of(tmp_path, DENSE))
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def _sizes(c: ModelConfig) -> str:
         words.append(f"{number(len(c.linear_layers), 'gated delta layer')} of {c.linear.value_heads} heads, {kept}")
     words.append(f"{c.context_tokens} positions")
     if c.latent is not None and c.latent.indexer is not None:
-        words.append(f"contexts of at most {c.latent.indexer.top_k} tokens, where its attention is dense")
+        words.append(f"each token attends to {c.latent.indexer.top_k} keys, which an indexer chooses")
     return "; ".join(words)
 
 

@@ -25,7 +25,7 @@ from etude.loop.limits import build_config
 from etude.loop.measured_steps import MeasuredSteps
 from etude.models.config import ModelConfig
 from etude.models.headers import check_rank
-from etude.numerics.config import Mode
+from etude.numerics.config import Mode, NumericsConfig, Quantise
 from etude.plan import (
     DEVICES,
     Device,
@@ -282,7 +282,7 @@ def _layout(args: argparse.Namespace, config: RunConfig, steps: MeasuredSteps | 
         evaluated=steps.evaluated if steps is not None else beside,
         dtype_bytes=dtype_bytes,
         matrix_bytes=MATRIX_BYTES.get(config.numerics.quantise, float(dtype_bytes)),
-        training=training_of(config.learner, config.numerics.mode),
+        training=training_of(config.learner, config.numerics),
     )
 
 
@@ -324,7 +324,7 @@ def _forwarded(config: RunConfig) -> int:
     return -(-max(config.learner.budget_tokens, config.harness.context_tokens) // config.learner.context_parallel)
 
 
-def training_of(learner: LearnerConfig, mode: Mode) -> Training:
+def training_of(learner: LearnerConfig, numerics: NumericsConfig) -> Training:
     """Return what a learner with this config trains, in the form that `plan` needs."""
     narrow = learner.weights is LiveWeights.BF16 and learner.dtype == "bfloat16"
     return Training(
@@ -336,8 +336,9 @@ def training_of(learner: LearnerConfig, mode: Mode) -> Training:
         moment_bytes=CODE_BYTES if learner.moments is Moments.INT8 else FLOAT32_BYTES,
         offload=learner.offload,
         recompute=learner.recompute,
+        quantised=numerics.quantise is not Quantise.NONE,
         dtype_bytes=4 if learner.dtype == "float32" else 2,
-        gathered_bytes=2 if narrow and mode is not Mode.EXACT else 4,
+        gathered_bytes=2 if narrow and numerics.mode is not Mode.EXACT else 4,
         expert_parallel=learner.expert_parallel,
     )
 

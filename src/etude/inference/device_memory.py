@@ -54,6 +54,13 @@ class DeviceMemory:
                 f"its attention there has no {lacks}",
                 hint="use engines on CPUs",
             )
+        indexer = None if sizes.latent is None else sizes.latent.indexer
+        if indexer is not None and context_tokens > indexer.top_k:
+            raise ConfigError(
+                f"an engine on {device} cannot compute contexts of {context_tokens} tokens of this model",
+                f"from {indexer.top_k} tokens on (index_topk) an indexer chooses keys; attention there cannot",
+                hint=f"lower engine.context_tokens to at most {indexer.top_k}, or use engines on CPUs",
+            )
         kept, dtype = sizes.cache_layout, operators.storage_dtype
         self.device, self.num_slots, self.length, self.shared = device, num_slots + 1, context_tokens, kept.shared
         self.vendor = not (operators.exact or kept.shared) and varlen_attention.is_supported(

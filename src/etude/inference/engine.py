@@ -90,14 +90,6 @@ class ReferenceEngine:
                 f"the model has positions for {model.config.context_tokens} tokens",
                 hint="lower context_tokens (option --context-tokens N), or use a model with a longer context",
             )
-        indexer = model.config.latent.indexer if model.config.latent is not None else None
-        if indexer is not None and self.config.context_tokens > indexer.top_k:
-            raise EngineError(
-                f"context_tokens = {self.config.context_tokens} of the engine is too large",
-                f"from {indexer.top_k} tokens on (index_topk) the model's attention is sparse, which etude does not "
-                "compute",
-                hint=f"lower context_tokens to at most {indexer.top_k}",
-            )
         if model.config.linear_layers and (drafter or self.config.speculation is not Speculation.OFF):
             raise EngineError(
                 f"engine.speculation = {str(self.config.speculation)!r} is not possible",

@@ -17,7 +17,8 @@ key width, B value width, W window."""
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ from etude.models import ModelConfig
 from etude.models.attention import Scan, States
 from etude.numerics.delta_rule import Segments
 from etude.numerics.exact import KERNEL_BLOCK, causal_mask
-from etude.numerics.exact.options import AttentionOptions
+from etude.numerics.exact.options import AttentionOptions, Index
 from etude.numerics.operators import Operators
 
 FEW = 4  # fewer decoding rows are not worth a separate kernel call
@@ -64,6 +65,11 @@ class KVCache:
         if sizes.linear is not None:
             self.states = SlotStates(sizes, num_slots, every=state_every, context_tokens=context_tokens)
         self.windows = operators.key_windows(self.heads, kept.key_width)
+        indexer = None if sizes.latent is None else sizes.latent.indexer
+        self.index: list[torch.Tensor] = []  # the indexer's keys by layer, [S, C, I]; [] if no context needs a choice
+        if indexer is not None and context_tokens > indexer.top_k:
+            place = (num_slots, self.length, indexer.width)
+            self.index = [lazy_zeros(place, torch.float32) for _ in range(num_layers)]
         rows = self.windows.padded(self.group)
         self.queries = torch.zeros(num_slots, self.heads, rows, kept.key_width, dtype=dtype)  # scratch of decoding
 
@@ -78,6 +84,8 @@ class KVCache:
         """Copy the keys and values of positions [0, stop) of slot `source` to slot `target`."""
         for memory in {id(t): t for t in (*self.keys, *self.values)}.values():
             memory[target, :, :stop] = memory[source, :, :stop]
+        for memory in self.index:
+            memory[target, :stop] = memory[source, :stop]
         if self.states is not None:
             self.states.copy(source, target, stop)
 
@@ -85,7 +93,7 @@ class KVCache:
     def num_bytes(self) -> int:
         """The address space of all keys, values and states in bytes. Only used pages are resident."""
         states = 0 if self.states is None else self.states.num_bytes
-        return states + sum(t.nbytes for t in {id(t): t for t in (*self.keys, *self.values)}.values())
+        return states + sum(t.nbytes for t in {id(t): t for t in (*self.keys, *self.values, *self.index)}.values())
 
 
 class SlotStates:
@@ -163,7 +171,8 @@ class StepCache:
 
     def __init__(self, kv: KVCache, decode_slots: I64, decode_positions: I64, chunks: list[Span]) -> None:
         self.kv, self.num_decode = kv, len(decode_slots)
-        self.chunks = [_ChunkView(kv, c) for c in chunks]
+        firsts = accumulate([self.num_decode, *(c.stop - c.start for c in chunks)])
+        self.chunks = [_ChunkView(kv, c, first) for c, first in zip(chunks, firsts, strict=False)]
         slots = np.concatenate([decode_slots, *(np.full(c.stop - c.start, c.slot) for c in chunks)])
         self.row_slots: I64 = slots.astype(np.int64)  # [N]
         self.row_positions: I64 = np.concatenate(
@@ -172,6 +181,7 @@ class StepCache:
         self.positions = torch.from_numpy(self.row_positions)
         if kv.states is not None:
             self._begin_states(kv.states, decode_slots, decode_positions, chunks)
+        self._index_places = torch.from_numpy(self.row_slots * kv.length + self.row_positions)
         heads = self.row_slots[:, None] * kv.heads + np.arange(kv.heads)
         self._places = torch.from_numpy((heads * kv.length + self.row_positions[:, None]).ravel())
         self._decode = [
@@ -216,13 +226,15 @@ class StepCache:
         """Store the step's keys and values of one layer, and compute causal attention of its queries within each slot.
 
         Returns [N, H, B]: tokens of the step, query heads, value width. `scale` multiplies the scores before softmax;
-        None means 1/√(key width). `options`: a sliding window and sinks, in layers that have them."""
+        None means 1/√(key width). `options`: a sliding window, sinks and an index, in layers that have them."""
         kv, (n, h, a), dtype = self.kv, q_NHA.shape, q_NHA.dtype
         keys, values = kv.keys[layer], kv.values[layer]
         q_NHA, k_NGA, v_NGB = (t.to(keys.dtype) for t in (q_NHA, k_NGA, v_NGB))
         keys.view(-1, a).index_copy_(0, self._places, k_NGA.reshape(-1, a))
         if values is not keys:
             values.view(-1, kv.value_width).index_copy_(0, self._places, v_NGB.reshape(-1, kv.value_width))
+        if options is not None and options.index is not None:
+            options = self._with_kept_keys(options, options.index, layer)
         q_NGRA = q_NHA.view(n, kv.heads, kv.group, a)
         o_NGRB = q_NGRA.new_empty(*q_NGRA.shape[:3], values.shape[-1])
         for group in self._decode:
@@ -230,6 +242,14 @@ class StepCache:
         if self.chunks:
             self._attend_chunks(keys, values, q_NGRA[self.num_decode :], o_NGRB[self.num_decode :], scale, options)
         return o_NGRB.view(n, h, values.shape[-1])[..., : kv.value_width].to(dtype)
+
+    def _with_kept_keys(self, options: AttentionOptions, index: Index, layer: int) -> AttentionOptions:
+        """Store the step's keys of the indexer. Returns options whose index has the keys of all slots, [S, C, I]."""
+        if not self.kv.index:
+            return replace(options, index=None)
+        memory = self.kv.index[layer]
+        memory.view(-1, memory.shape[-1]).index_copy_(0, self._index_places, index.k_TI)
+        return replace(options, index=replace(index, k_TI=memory))
 
     def _attend_chunks(
         self,
@@ -307,7 +327,11 @@ class _DecodeView:
         queries = kv.queries[: self.num]
         queries[:, :, : kv.group] = q_NGRA.index_select(0, self.rows)
         k, v = (self._slots_of(t[:, :, : self.window]) for t in (keys, values))
-        mask, sinks = self.masks(options)[:, None, None], () if options is None else options.rows(kv.heads, queries)
+        mask, sinks = self.masks(options), () if options is None else options.rows(kv.heads, queries)
+        if options is not None and options.index is not None:
+            kept = self._slots_of(options.index.k_TI[:, : self.window])
+            mask = options.index.part(self.rows, kept).hide(mask)
+        mask = mask[:, None, None]
         o = kv.windows.attend(queries, k, v, mask, scale, *sinks)[:, :, : kv.group]
         o_NGRB.index_copy_(0, self.rows, o)
 
@@ -316,9 +340,12 @@ class _DecodeView:
 
 
 class _ChunkView:
-    """A chunk: consecutive positions of one slot. The query heads of a key/value head are rows of one product."""
+    """A chunk: consecutive positions of one slot. The query heads of a key/value head are rows of one product.
 
-    def __init__(self, kv: KVCache, chunk: Span) -> None:
+    `first`: the row of its first token in the forward pass."""
+
+    def __init__(self, kv: KVCache, chunk: Span, first: int) -> None:
+        self.rows = slice(first, first + chunk.stop - chunk.start)
         self.kv, self.slot, self.num_rows = kv, chunk.slot, chunk.stop - chunk.start
         self.window = kv.windows.covering(chunk.stop)
         num = self.num_rows * kv.group
@@ -339,5 +366,10 @@ class _ChunkView:
         q = F.pad(q_GnRA.flatten(1, 2), (0, 0, 0, self.padding))
         k, v = (t[self.slot].narrow(1, 0, self.window)[None] for t in (keys, values))
         sinks = () if options is None else options.rows(self.kv.heads, q[None], self.num_rows)
-        o = self.kv.windows.attend(q[None], k, v, self.masks(options), scale, *sinks)[0]
+        mask = self.masks(options)
+        if options is not None and options.index is not None:
+            own = mask[: self.num_rows * self.kv.group : self.kv.group]
+            own = options.index.part(self.rows, options.index.k_TI[self.slot, : self.window]).hide(own)
+            mask = torch.cat([own.repeat_interleave(self.kv.group, 0), mask[len(mask) - self.padding :]])
+        o = self.kv.windows.attend(q[None], k, v, mask, scale, *sinks)[0]
         o_GnRB.copy_(o[:, : o.shape[1] - self.padding].view(o_GnRB.shape))

@@ -370,13 +370,6 @@ def check_attention(config: RunConfig, model: ModelConfig) -> None:
             f"the model, a {model.family}, has gated delta layers: each token needs the state after those before it",
             hint="set learner.context_parallel = 1; data and expert parallelism are possible",
         )
-    indexer = None if model.latent is None else model.latent.indexer
-    if indexer is not None and config.engine.context_tokens > indexer.top_k:
-        raise ConfigError(
-            f"engine.context_tokens = {config.engine.context_tokens} is too large for this model",
-            f"from {indexer.top_k} tokens on (index_topk) its attention is sparse, which etude does not compute",
-            hint=f"set it to at most {indexer.top_k}",
-        )
 
 
 def used_splits(config: RunConfig) -> list[Split]:

@@ -32,11 +32,12 @@ from etude.plugins import CHECK_S as PLUGINS_S
 from etude.plugins import Kind, check_all, kind_at
 
 ROLES = ("learner", "engine", "worker", "grader")
-CHECK_S = 60.0  # deadline of a node's check
+CHECK_S = 300.0  # deadline of a node's check; before it Ray starts a Python process, with all of the node's load
 PROVE_S = 600.0  # deadline for a node to validate the first tasks
 _OBJECTS_BYTES = 100 << 20  # object store of a local cluster: no data goes through Ray
 LOCAL_CAPACITY = 64.0  # resources per role in a local cluster
 _PLUGIN_HINT = "install its package on every node, or put its module where you start etude, in a folder of all nodes"
+_LATE_HINT = "free processors of the nodes, or see there why no process starts: /tmp/ray/session_latest/logs"
 _SHARED_HINT = "mount one file system on every node at the same path, for runs/ and the files of the config"
 
 
@@ -49,6 +50,7 @@ def connect(on: str) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a local cluster
     os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")  # the run's own events report who waits
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 would starve components
+    os.environ.setdefault("RAY_worker_register_timeout_seconds", f"{CHECK_S:g}")  # of a local cluster: Ray's is 60
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
@@ -195,7 +197,8 @@ def _check_nodes(
         pending[node["NodeID"]] = task.options(scheduling_strategy=strategy, max_retries=0).remote(*given)
     if pending:
         ray.wait(list(pending.values()), num_returns=len(pending), timeout=deadline_s)
-    results = {node: _result(ref, deadline_s) for node, ref in pending.items()}
+    late = f"did not answer within {deadline_s:g} s"
+    results = {node: _result(ref, late) for node, ref in pending.items()}
     there = {node["NodeID"]: _name(node) for node in nodes(roles)}
     if not there:
         hint = """start nodes with their roles: ray start --resources='{"learner": 1, "engine": 2, "worker": 1}'"""
@@ -203,14 +206,15 @@ def _check_nodes(
     wrong = [f"{name} {results[node]}" for node, name in there.items() if results.get(node)]
     if wrong:
         what = f"{len(wrong)} of {len(there)} nodes cannot take part"
-        raise ConfigError(what, "; ".join(wrong), hint=hint)
+        is_late = all(result in ("", late) for result in results.values())
+        raise ConfigError(what, "; ".join(wrong), hint=_LATE_HINT if is_late else hint)
 
 
-def _result(ref: Any, deadline_s: float) -> str:
+def _result(ref: Any, late: str) -> str:
     try:
         return str(ray.get(ref, timeout=1.0))
     except GetTimeoutError:
-        return f"did not answer within {deadline_s:g} s"
+        return late
     except RayError as error:
         last = str(error).strip().rpartition("\n")[2]
         return f"cannot run etude {__version__}: {last}"

@@ -167,13 +167,13 @@ class PackedTree:
         q_parts = torch.split(q_NHA.transpose(0, 1), self._own, 1)
         k_parts, v_parts = (torch.split(t.transpose(0, 1), self._pieces, 1) for t in (k_NGA, v_NGB))
         outs = []
-        for q, branch in zip(q_parts, self._branches, strict=True):
+        for q, branch, own in zip(q_parts, self._branches, self._options(options), strict=True):
             seen = [parts[i] for parts in (k_parts, v_parts) for i in branch.seen]
             if self._copy_again and torch.is_grad_enabled():
-                given = (branch, scale, options, q, *seen)
+                given = (branch, scale, own, q, *seen)
                 one = checkpoint(self._one, *given, use_reentrant=False, preserve_rng_state=False)
             else:
-                one = self._one(branch, scale, options, q, *seen)
+                one = self._one(branch, scale, own, q, *seen)
             outs.append(one)
         return torch.cat(outs, 1).transpose(0, 1)
 
@@ -187,6 +187,15 @@ class PackedTree:
             out, states = scan([x.index_select(0, level.rows) for x in inputs], before, level.segments)
             outs.append(out)
         return torch.cat(outs).index_select(0, torch.cat([level.rows for level in self._levels]).argsort())
+
+    def _options(self, options: AttentionOptions | None) -> Sequence[AttentionOptions | None]:
+        """Return the options of each branch."""
+        if options is None or options.index is None:
+            return [options] * len(self._branches)
+        keys = torch.split(options.index.k_TI, self._pieces)
+        rows = [slice(stop - n, stop) for stop, n in zip(accumulate(self._own), self._own, strict=True)]
+        branches = zip(rows, self._branches, strict=True)
+        return [options.part(own, torch.cat([keys[i] for i in branch.seen])) for own, branch in branches]
 
     def _one(
         self,

@@ -182,8 +182,8 @@ class ClampedSwiglu:
 class Indexer:
     """Sizes of the indexer of DeepSeek-V3.2, which chooses the `top_k` keys to which a token attends.
 
-    Up to a context of `top_k` tokens it chooses all keys, so attention does not depend on it. Longer contexts are
-    refused. Its weights are kept, and not trained. `heads`, `width`: of its queries."""
+    Up to a context of `top_k` tokens it chooses all keys, so attention does not depend on it. Its weights are kept, and
+    not trained. `heads`, `width`: of its queries. A cache keeps one key of this width for each token, in float32."""
 
     heads: int = ranged(64, low=1)
     width: int = ranged(128, low=1)

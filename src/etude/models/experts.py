@@ -281,7 +281,7 @@ class _Mix(torch.autograd.Function):
         out_S = _seen(hook, "down", out_S, dispatch)
         ctx.save_for_backward(x_S, h_S, act_S, out_S, gates, gate_up, down)
         ctx.dispatch, ctx.wide, ctx.pairs, ctx.cut = dispatch, operators.storage_dtype, pairs, _cut(dispatch, operators)
-        ctx.biases, ctx.swiglu = (gate_up_bias, down_bias), swiglu
+        ctx.biases, ctx.swiglu, ctx.operators = (gate_up_bias, down_bias), swiglu, operators
         return operators.combine(out_S, dispatch.slot_NK, gates)
 
     @staticmethod
@@ -305,7 +305,7 @@ class _Mix(torch.autograd.Function):
             torch.mul(dact_S, F.silu(a), out=db)
             da.copy_(torch.ops.aten.silu_backward(dact_S.mul_(b), a))
         else:
-            _clamped_gradient(dact_S, a, b, ctx.swiglu, (da, db))
+            _clamped_gradient(dact_S, a, b, ctx.swiglu, ctx.operators, (da, db))
         bias_gradients = [
             None if bias is None or not needed else _per_expert_sum(g_S, bias, ctx.cut)
             for g_S, bias, needed in zip((dh_S, dout_S), ctx.biases, ctx.needs_input_grad[4:6], strict=True)
@@ -331,11 +331,12 @@ def _clamped_gradient(
     a: torch.Tensor,
     b: torch.Tensor,
     swiglu: ClampedSwiglu,
+    operators: Operators,
     out: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     """Write the gradients of `Operators.clamped_gated` with respect to gate and up projection into `out`."""
     gate, up = a.clamp(max=swiglu.limit), b.clamp(-swiglu.limit, swiglu.limit)
-    share = torch.sigmoid(swiglu.alpha * gate)
+    share = operators.elementwise(torch.sigmoid, swiglu.alpha * gate)
     slope = share * (1 + swiglu.alpha * gate * (1 - share))
     torch.mul(dact_S * (up + 1) * slope, a <= swiglu.limit, out=out[0])
     torch.mul(dact_S * gate * share, b.abs() <= swiglu.limit, out=out[1])

@@ -13,6 +13,7 @@ a head's query without RoPE, A = M + P, B width of a head's value."""
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from etude.errors import ConfigError
@@ -20,12 +21,14 @@ from etude.models.attention import Cache
 from etude.models.config import ModelConfig
 from etude.models.hooks import ForwardHook
 from etude.models.rope import Rope, halves
+from etude.numerics.exact.options import AttentionOptions, Index
 from etude.numerics.lora import with_lora_gradient
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import SINGLE_RANK, Parallel
 
 LATENT_EPS = 1e-6
-"""Epsilon of the norms of latents, whatever the config says: as in training and in transformers."""
+"""Epsilon of the norms of latents and of an indexer's keys, whatever the config says: as in training and in
+transformers."""
 
 
 class LatentAttention(nn.Module):
@@ -52,23 +55,21 @@ class LatentAttention(nn.Module):
         self.of_indexer = [] if at.indexer is None else [*at.indexer.shapes(c.hidden_size, first).items()]
         for name, shape in self.of_indexer:  # buffers, since they have no gradient
             self.register_buffer(_buffer(name), torch.zeros(shape))
+        if at.indexer is not None and c.context_tokens > at.indexer.top_k and not operators.has_attention_options:
+            raise ConfigError(
+                f"a model of family {c.family} cannot be computed with {operators.name}",
+                "these operators cannot attend to some keys only, as its indexer demands",
+                hint="use a CPU, or native operators",
+            )
 
     def forward(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, hook: ForwardHook) -> torch.Tensor:
         """Return the outputs of N tokens, [N, D] like the inputs; keys and values, or latents, go into the cache."""
         ops, at, n = self.operators, self.latent, len(x_ND)
-        if (
-            at.indexer is not None
-            and cache.positions.device.type == "cpu"
-            and cache.positions.max() >= at.indexer.top_k
-        ):
-            raise ConfigError(
-                f"a context of {int(cache.positions.max()) + 1} tokens is too long for this model",
-                f"from {at.indexer.top_k} tokens on (index_topk) its attention is sparse, which etude does not compute",
-                hint=f"use contexts of at most {at.indexer.top_k} tokens",
-            )
+        options = None
         q, latent, key = torch.split(hook("attention.inward", self._inward(x_ND)), self.widths, -1)
         if self.q_up is not None:
             q = hook("attention.q_norm", ops.rms_norm(q, self.q_norm, LATENT_EPS))
+            options = self._options(x_ND, q, rope, cache)
             q = hook("attention.q", self.parallel.column_parallel(ops, q, self.q_up))
         plain, turning = torch.split(q.view(n, self.heads, at.head_dim), [at.nope_dim, at.rope_dim], -1)
         turning = torch.cat([turning, key[:, None]], 1)
@@ -77,7 +78,7 @@ class LatentAttention(nn.Module):
         latent = hook("attention.kv_norm", ops.rms_norm(latent, self.kv_norm, LATENT_EPS))
         latent, k_rope = self.parallel.copy_to_ranks(ops, latent), self.parallel.copy_to_ranks(ops, k_rope)
         attend = self._absorbed if cache.compressed or ops.absorbs_latents else self._expanded
-        o_NHB = attend(plain, q_rope, latent, k_rope, cache, layer, hook)
+        o_NHB = attend(plain, q_rope, latent, k_rope, cache, layer, options, hook)
         o_NO = hook("attention.attended", o_NHB.reshape(n, self.heads * at.value_dim))
         o_ND = self.parallel.row_parallel(ops, o_NO, self.out, "attention.out")
         return hook("attention.out", o_ND)
@@ -94,6 +95,26 @@ class LatentAttention(nn.Module):
     def indexer_views(self) -> dict[str, torch.Tensor]:
         """Return the weights of the indexer, which are no parameters, by name; {} without one."""
         return {f"indexer.{name}": self.get_buffer(_buffer(name)) for name, _ in self.of_indexer}
+
+    @torch.no_grad()
+    def _options(self, x_ND: torch.Tensor, q_NQ: torch.Tensor, rope: Rope, cache: Cache) -> AttentionOptions | None:
+        """Return what the indexer chooses keys by, where there is one and it may leave out keys.
+
+        `q_NQ`: the latents of the queries. Of the choice there is no gradient."""
+        of, ops, n = self.latent.indexer, self.operators, len(x_ND)
+        stores_or_unknown = cache.compressed or cache.positions.device.type != "cpu"
+        if of is None or not ops.has_attention_options:
+            return None
+        if not stores_or_unknown and int(cache.positions.max()) < of.top_k:
+            return None
+        wq_b, wk, weights, norm, bias = (self.get_buffer(_buffer(name)) for name, _ in self.of_indexer)
+        q = ops.router_scores(q_NQ, wq_b).view(n, of.heads, of.width)
+        k = F.layer_norm(ops.router_scores(x_ND, wk), (of.width,), norm, bias, LATENT_EPS)
+        both, width = torch.cat([q, k[:, None]], 1), rope.cos.shape[-1]
+        turned = Operators.rotate(ops, both[..., :width], rope.cos, rope.sin)  # in float32, also where `ops` round
+        turned = torch.cat([turned, both[..., width:]], -1)
+        w = ops.router_scores(x_ND, weights) * (of.heads * of.width) ** -0.5
+        return AttentionOptions(None, None, Index(turned[:, :-1], w, turned[:, -1], of.top_k, ops.index_scores))
 
     def matrices(self) -> dict[str, list[int]]:
         first, latent, rope = self.widths
@@ -121,13 +142,14 @@ class LatentAttention(nn.Module):
         k_N1P: torch.Tensor,
         cache: Cache,
         layer: int,
+        options: AttentionOptions | None,
         hook: ForwardHook,
     ) -> torch.Tensor:
         keys_HMR, values_HBR = self._up()
         q_NHR = self.operators.per_head(plain_NHM, keys_HMR.transpose(1, 2))
         q_NHR = hook("attention.absorbed", self._with_lora_gradient(q_NHR, plain_NHM, keys=True))
         q, k = torch.cat([q_NHR, q_NHP], -1), torch.cat([latent_NR[:, None], k_N1P], -1)
-        o_NHR = cache.attend(layer, q, k, k[..., : self.latent.kv_rank], self.scale)
+        o_NHR = cache.attend(layer, q, k, k[..., : self.latent.kv_rank], self.scale, options)
         o_NHR = hook("attention.attended_latent", o_NHR)
         return self._with_lora_gradient(self.operators.per_head(o_NHR, values_HBR), o_NHR, keys=False)
 
@@ -139,6 +161,7 @@ class LatentAttention(nn.Module):
         k_N1P: torch.Tensor,
         cache: Cache,
         layer: int,
+        options: AttentionOptions | None,
         hook: ForwardHook,
     ) -> torch.Tensor:
         widths = [self.latent.nope_dim, self.latent.value_dim]
@@ -146,7 +169,7 @@ class LatentAttention(nn.Module):
         kv = hook("attention.expanded", kv)
         k, v = torch.split(kv.view(len(kv), self.heads, sum(widths)), widths, -1)
         q, k = torch.cat([plain_NHM, q_NHP], -1), torch.cat([k, k_N1P.expand(-1, self.heads, -1)], -1)
-        return cache.attend(layer, q, k, v, self.scale)
+        return cache.attend(layer, q, k, v, self.scale, options)
 
     def _up(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the projections from a latent to keys [H, M, R] and values [H, B, R]."""

@@ -41,6 +41,10 @@ class Matrix:
             outer = outer.reshape(-1).repeat_interleave(len(self.rows) // outer.numel())
         return Packed(one.codes.flatten(0, -2), one.scales.flatten(0, -2), outer)
 
+    def stored(self, format: Format) -> dict[str, torch.Tensor]:
+        """Return the tensors that store the parameter in a quantised format, by name."""
+        return {part: one for own in _named(self, self.packed(format), format).values() for part, one in own.items()}
+
     def decode(self, packed: Packed, format: Format) -> None:
         """Write the values of packed bytes, made by `packed` in the same format, into the parameter."""
         outer = packed.global_scale

@@ -255,7 +255,8 @@ class Operators(ABC):
             options: AttentionOptions | None = None,
         ) -> torch.Tensor:
             q, k, v = (torch.split(t.transpose(0, 1), lengths, 1) for t in (q_NHA, k_NGA, v_NGC))
-            o = [causal(*qkv, scale, options=options) for qkv in zip(q, k, v, strict=True)]
+            each = [None] * len(lengths) if options is None else options.split(lengths)
+            o = [causal(*qkv, scale, options=own) for *qkv, own in zip(q, k, v, each, strict=True)]
             return torch.cat(o, 1).transpose(0, 1)
 
         return attend
@@ -277,6 +278,13 @@ class Operators(ABC):
         """Return the numbers of cached keys, padding included, for which an engine can compute attention with equal
         results."""
         return ANY
+
+    def index_scores(self, q_MJI: torch.Tensor, weights_MJ: torch.Tensor, k_MTI: torch.Tensor) -> torch.Tensor:
+        """Compute the scores of keys for an indexer's choice (`exact.options.Index`), float32 [M, T].
+
+        `k_MTI`: the keys, or [T, I] if all queries have the same."""
+        dots_MJT = q_MJI @ k_MTI.mT
+        return torch.einsum("mj,mjt->mt", weights_MJ, dots_MJT.relu())
 
     def logits(self, x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
         """Compute the logits of the output head, [R, V]. This product is never quantised."""
@@ -341,6 +349,9 @@ class _TorchCausal:
         for first, q in zip(range(start, start + rows, _MASKED_ROWS), torch.split(q_HTA, _MASKED_ROWS, 1), strict=True):
             stop = first + q.shape[1]
             mask = masks(first, stop, q)[: q.shape[1]]
+            if options is not None and options.index is not None:
+                own = slice(first - start, stop - start)
+                mask = options.index.part(own, options.index.k_TI[:stop]).hide(mask)
             k, v = k_GTA[None, :, :stop], v_GTC[None, :, :stop]
             outs.append(masked_attention(q[None], k, v, mask, scale, *sinks)[0])
         return torch.cat(outs, 1)

@@ -63,10 +63,14 @@ def training_flops(model: ModelConfig, context: float, training: Training) -> fl
 def kv_bytes_token(model: ModelConfig, width: int = BF16_BYTES) -> int:
     """Compute the bytes of the KV cache for one token, in all layers. `width` is the bytes per number.
 
-    Shazeer 2019 (arXiv 1911.02150); latents: DeepSeek-AI 2024, "DeepSeek-V2" (arXiv 2405.04434), table 1."""
+    Shazeer 2019 (arXiv 1911.02150); latents: DeepSeek-AI 2024, "DeepSeek-V2" (arXiv 2405.04434), table 1. Keys of an
+    indexer are float32."""
     kept = model.cache_layout
     values = 0 if kept.shared else kept.heads * kept.value_width
-    return (model.num_layers - len(model.linear_layers)) * (kept.heads * kept.key_width + values) * width
+    indexer = None if model.latent is None else model.latent.indexer
+    of_indexer = 0 if indexer is None else FLOAT32_BYTES * indexer.width
+    layers = model.num_layers - len(model.linear_layers)
+    return layers * ((kept.heads * kept.key_width + values) * width + of_indexer)
 
 
 def kv_bytes_device(model: ModelConfig, devices: int, width: int = BF16_BYTES) -> int:
@@ -228,6 +232,18 @@ def activation_bytes(model: ModelConfig, tokens: int, training: Training) -> flo
     inside = 6 * d + 2 * (model.num_heads + model.num_kv_heads) * model.head_dim + 2 * mlp
     kept = model.num_layers * d + (1 if training.recompute else model.num_layers) * inside
     return float(tokens) * (training.dtype_bytes * kept + 2 * FLOAT32_BYTES * model.vocab_size)
+
+
+def rounded_bytes(model: ModelConfig, training: Training) -> float:
+    """Compute the bytes of the rounded matrices that a forward pass keeps for its backward pass on a learner rank.
+
+    Each product with a quantised format rounds the full matrix, and the backward pass needs the result. So a rank keeps
+    all dense matrices and those of its experts, whatever the number of ranks; with recomputation one layer's."""
+    if not training.quantised:
+        return 0.0
+    experts = expert_parameters(model)
+    here = sum(map(prod, matrices(model))) - experts + experts / training.expert_parallel
+    return training.gathered_bytes * here / (model.num_layers if training.recompute else 1)
 
 
 def delta_bytes(parameters: int, changed: float, width: int = BF16_BYTES) -> float:

@@ -147,6 +147,7 @@ def memory_of(model: ModelConfig, layout: Layout, capacity: float, engine_capaci
     weights = arithmetic.weights_bytes(model, training, shared)
     optimiser = arithmetic.optimiser_bytes(model, training, shared)
     activations = arithmetic.activation_bytes(model, layout.budget_tokens, training)
+    activations += arithmetic.rounded_bytes(model, training)
     host = arithmetic.base_bytes(model, training, shared)
     if training.offload:
         host += arithmetic.optimiser_state_bytes(model, training, shared)

@@ -70,6 +70,7 @@ class Training:
     - `moment_bytes`: bytes per number of a moment: 4, or `arithmetic.CODE_BYTES` for 8-bit codes.
     - `offload`: whether moments and separate masters are in host memory.
     - `recompute`: whether the backward pass recomputes the activations of a layer.
+    - `quantised`: whether products round their matrices to a format (`numerics.quantise`).
     - `dtype_bytes`: bytes of an activation; `gathered_bytes`: bytes of a weight when ranks exchange weights.
     - `expert_parallel`: number of ranks among which the experts are divided."""
 
@@ -81,6 +82,7 @@ class Training:
     moment_bytes: float = 4.0
     offload: bool = False
     recompute: bool = False
+    quantised: bool = False
     dtype_bytes: int = 4
     gathered_bytes: int = 4
     expert_parallel: int = 1

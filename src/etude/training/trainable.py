@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from etude.errors import CheckpointError
+from etude.errors import CheckpointError, ConfigError
 from etude.models.adapter_config import ADAPTER_CONFIG, next_base
 from etude.models.adapter_files import merge_adapter, read_adapter, write_adapter
 from etude.models.checkpoint import load_model, write_model
@@ -129,8 +129,14 @@ class LoadRequest:
         return self.frozen_dtype if self.config.masters is Masters.BF16 else torch.float32
 
     def check_kind(self) -> None:
-        """Raise `CheckpointError` unless the checkpoint's learner and this one both train adapters, or both all
-        weights."""
+        """Raise `ConfigError` for adapters on quantised weights, and `CheckpointError` unless the checkpoint's learner
+        and this one both train adapters, or both all weights."""
+        if self.config.lora_rank and self.quantise is not Quantise.NONE:
+            raise ConfigError(
+                f"numerics.quantise = {str(self.quantise)!r} is not possible with lora_rank = {self.config.lora_rank}",
+                "adapters are merged into weights that are not quantised",
+                hint='set numerics.quantise = "none", or lora_rank = 0',
+            )
         if self.resumed and (self.path / ADAPTER_CONFIG).is_file() != bool(self.config.lora_rank):
             was = "adapters" if not self.config.lora_rank else "all weights"
             raise CheckpointError(

@@ -90,17 +90,12 @@ def test_engines_on_other_devices_refuse_these_layers() -> None:
     assert "gated delta layers" in raised.value.facts
 
 
-def test_a_context_within_which_attention_would_be_sparse_is_refused() -> None:
-    most = 32
+def test_an_engine_on_another_device_refuses_contexts_within_which_an_indexer_chooses_keys() -> None:
     assert DEEPSEEK32.latent is not None
     assert DEEPSEEK32.latent.indexer is not None
-    sizes = ModelConfig.from_hf(DEEPSEEK32.to_hf() | {"index_topk": most})
-    serving(sizes, context_tokens=most)
-    with pytest.raises(EngineError, match="context_tokens = 33") as raised:
-        serving(sizes, context_tokens=most + 1)
+    most = DEEPSEEK32.latent.indexer.top_k
+    sizes = {"num_slots": 1, "device": torch.device("meta")}
+    DeviceMemory(DEEPSEEK32, Native(), context_tokens=most, **sizes)
+    with pytest.raises(ConfigError, match=f"contexts of {most + 1} tokens") as raised:
+        DeviceMemory(DEEPSEEK32, Native(), context_tokens=most + 1, **sizes)
     assert "index_topk" in raised.value.facts
-    model = Transformer(sizes, seed=0)
-    model(torch.zeros(most, dtype=torch.int64))
-    with pytest.raises(ConfigError, match="33 tokens") as refused:
-        model(torch.zeros(most + 1, dtype=torch.int64))
-    assert "index_topk" in refused.value.facts

@@ -153,7 +153,6 @@ def test_an_evaluation_of_more_tasks_than_there_are_is_told(evals: EvalsConfig, 
     [
         ("qwen3_next", {"engine": {"speculation": "look-up"}}, "engine.speculation = 'look-up'"),
         ("qwen3_next", {"learner": {"ranks": 2, "context_parallel": 2}}, "learner.context_parallel = 2"),
-        ("deepseek_v32", {}, "engine.context_tokens = 1024"),
     ],
 )
 def test_what_a_models_attention_cannot_do_is_refused(family: str, changed: dict[str, object], says: str) -> None:

@@ -49,3 +49,17 @@ def test_outputs_and_gradients_are_those_of_the_formula(operators: Operators) ->
         assert torch.allclose(one, other, atol=1e-4)
         assert one.abs().max() > 0
     assert all(not one[-1].any() for one in found[2:])
+
+
+def test_in_exact_mode_a_tokens_gradient_does_not_depend_on_where_its_row_is() -> None:
+    """The same experts with the same four tokens each, in another order."""
+    _, _, *stacks = leaves()
+    found = []
+    for order in (torch.arange(3), torch.tensor([2, 0, 1])):
+        x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        experts = order.repeat_interleave(4)[:, None]
+        choice = Choice(torch.ones(12, 1), experts, experts, balance=None)
+        gate_up, down, *biases = (torch.empty_like(one[:3]).index_copy_(0, order, one.detach()[:3]) for one in stacks)
+        y = mix(x, choice, gate_up, down, Exact(), biases=(biases[0], biases[1]), swiglu=SWIGLU)
+        found.append(torch.autograd.grad((y * x.detach()).sum(), x)[0])
+    assert torch.equal(*found)

@@ -18,7 +18,8 @@ from etude.models import Transformer
 from etude.models.components import GatedDelta, Latent, Routing, Scores
 from etude.models.config import ModelConfig
 from etude.models.lora import Adapters
-from etude.numerics.config import Quantise
+from etude.numerics.config import NumericsConfig, Quantise
+from etude.numerics.factory import operators_for
 from etude.plan import (
     Layout,
     Measured,
@@ -41,6 +42,7 @@ from etude.plan.arithmetic import (
     kv_bytes_token,
     optimiser_bytes,
     read_bytes,
+    rounded_bytes,
     state_bytes,
     trained_parameters,
     training_flops,
@@ -259,9 +261,10 @@ def test_training_is_three_forwards_and_a_fourth_where_activations_are_computed_
     assert again < kept / 5
 
 
-def test_kept_activations_are_what_a_forward_holds_for_its_backward_pass():
-    config, tokens, held = ModelConfig(), 256, {}
-    model = Transformer(config, seed=0)
+def held_bytes(config: ModelConfig, tokens: int, quantise: Quantise = Quantise.NONE) -> int:
+    """The bytes that a forward pass holds for its backward pass, beside the weights."""
+    held = {}
+    model = Transformer(config, seed=0, operators=operators_for(NumericsConfig(quantise=quantise), torch.float32))
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def hold(tensor: torch.Tensor) -> torch.Tensor:
@@ -272,10 +275,26 @@ def test_kept_activations_are_what_a_forward_holds_for_its_backward_pass():
 
     with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
         kept_by = model(torch.arange(tokens) % config.vocab_size)  # held until they are counted
-    logits = 2 * 4 * tokens * config.vocab_size
     assert kept_by[0].requires_grad
-    assert activation_bytes(config, tokens, Training()) - logits == pytest.approx(
-        sum(size for size, _ in held.values()), rel=0.1
+    return sum(size for size, _ in held.values())
+
+
+def test_kept_activations_are_what_a_forward_holds_for_its_backward_pass():
+    config, tokens = ModelConfig(), 256
+    logits = 2 * 4 * tokens * config.vocab_size
+    assert activation_bytes(config, tokens, Training()) - logits == pytest.approx(held_bytes(config, tokens), rel=0.1)
+
+
+def test_a_plan_counts_the_rounded_matrices_that_a_forward_holds_for_its_backward_pass():
+    config, tokens = ModelConfig(), 64
+    low = Training(quantised=True)
+    assert held_bytes(config, tokens, Quantise.MXFP8) - held_bytes(config, tokens) == rounded_bytes(config, low)
+    assert rounded_bytes(config, replace(low, recompute=True)) == rounded_bytes(config, low) / config.num_layers
+    shared = memory_of(QWEN, Layout(learner_ranks=8, training=replace(low, expert_parallel=8)), 1e12, 1e12)[0]
+    plain = memory_of(QWEN, Layout(learner_ranks=8), 1e12, 1e12)[0]
+    kept = shared.activations - plain.activations
+    assert 4 * QWEN.num_parameters / 8 < kept < 4 * QWEN.num_parameters / 4, (
+        "all dense matrices, and an eighth of experts"
     )
 
 

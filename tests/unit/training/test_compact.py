@@ -223,7 +223,7 @@ def test_a_learner_holds_what_its_settings_say(tmp_path: Path) -> None:
         (COMPACT, NARROW, 8.03),
         (COMPACT, NumericsConfig(), 10.03),
     ]:
-        training = training_of(replace(base, **setting), numerics.mode)
+        training = training_of(replace(base, **setting), numerics)
         assert sum(parameter_bytes(training, 1).values()) == pytest.approx(planned, rel=1e-3)
         assert held(setting, numerics) == pytest.approx(planned, rel=0.03)
 

@@ -25,7 +25,7 @@ from tests.unit.training import ranked_learner
 from etude.cli.plan import training_of
 from etude.errors import CheckpointError
 from etude.models import ModelConfig, Transformer, load_model, save_model
-from etude.numerics.config import ComputeDtype, Mode, NumericsConfig
+from etude.numerics.config import ComputeDtype, Mode, NumericsConfig, Quantise
 from etude.plan.arithmetic import parameter_bytes
 from etude.records import Batch
 from etude.records.sample import PlacedHint
@@ -50,6 +50,7 @@ EXACT, NATIVE = NumericsConfig(), NumericsConfig(mode=Mode.NATIVE)
 CONFIG = LearnerConfig(lr=1e-2, ranks=2, expert_parallel=2, replay_routes=False, grad_clip=0.3)
 LORA = replace(CONFIG, lora_rank=3, lora_alpha=7.0, lr=5e-2)  # by no power of two
 SAVED = "adamw"
+LOW = NumericsConfig(quantise=Quantise.NVFP4)
 COMPACT: dict[str, Any] = {"masters": Masters.BF16, "moments": Moments.INT8}
 
 
@@ -66,10 +67,17 @@ def jobs_in(folder: Path) -> dict[str, Job]:
     dpo = replace(CONFIG, policy_loss=PolicyLossKind.DPO, dpo_beta=0.5, budget_tokens=100)
     texts = replace(dpo, expert_parallel=1, context_parallel=2, dpo_reference=DpoReference.SAMPLER)
     hints = tuple(map(with_hints, given))
+    low = ranked.batches(start, LENGTHS, steps=2, numerics=LOW)
+    mxfp8 = NumericsConfig(quantise=Quantise.MXFP8)
+    rows = replace(CONFIG, expert_parallel=1, budget_tokens=100)
     made = {
         SAVED: adamw,
         "muon": replace(adamw, config=replace(CONFIG, optimizer=OptimizerKind.MUON, recompute=True), save=None),
-        "rows": replace(adamw, config=replace(CONFIG, expert_parallel=1, budget_tokens=100), save=None),
+        "rows": replace(adamw, config=rows, save=None),
+        "low": replace(adamw, batches=low, numerics=LOW, save=None),
+        "low rows": replace(
+            adamw, config=replace(rows, optimizer=OptimizerKind.MUON, recompute=True), numerics=mxfp8, save=None
+        ),
         "lora": replace(adamw, config=LORA, save=folder / "adapter"),
         "dpo": replace(adamw, config=dpo, batches=pairs, save=None),
         "dpo of texts": replace(adamw, config=texts, batches=pairs, save=None),
@@ -82,9 +90,7 @@ def jobs_in(folder: Path) -> dict[str, Job]:
         "compact muon": replace(
             adamw, config=replace(CONFIG, optimizer=OptimizerKind.MUON, moments=Moments.INT8, offload=True), save=None
         ),
-        "compact rows": replace(
-            adamw, config=replace(CONFIG, expert_parallel=1, budget_tokens=100, masters=Masters.BF16), save=None
-        ),
+        "compact rows": replace(adamw, config=replace(rows, masters=Masters.BF16), save=None),
         "compact lora": replace(adamw, config=replace(LORA, **COMPACT), save=folder / "compact adapter"),
         "bf16 compact": Job(start, folder / "narrow", replace(rounded, **COMPACT), bf16, NATIVE),
         "bf16 adapters": Job(start, folder / "low", replace(LORA, dtype=ComputeDtype.BFLOAT16), bf16, NATIVE),
@@ -118,7 +124,21 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Job, Train
 
 @pytest.mark.parametrize(
     "name",
-    [SAVED, "muon", "rows", "lora", "few", "dpo", "hints", "compact", "compact muon", "compact rows", "compact lora"],
+    [
+        SAVED,
+        "muon",
+        "rows",
+        "low",
+        "low rows",
+        "lora",
+        "few",
+        "dpo",
+        "hints",
+        "compact",
+        "compact muon",
+        "compact rows",
+        "compact lora",
+    ],
 )
 def test_two_ranks_publish_the_bytes_of_one_process(
     told: dict[str, tuple[Job, Trained, list[Trained]]], name: str
@@ -230,7 +250,7 @@ def test_a_rank_keeps_as_many_bytes_of_a_parameter_as_a_plan_counts(tmp_path: Pa
     planned = {8.03: COMPACT, 14.03: {"moments": Moments.INT8}, 20.0: {}}
     jobs = [Job(tmp_path / "start", tmp_path, replace(rows, **one), given, NATIVE) for one in planned.values()]
     for job, expected in zip(jobs, planned, strict=True):
-        each = parameter_bytes(training_of(job.config, Mode.NATIVE), 2)
+        each = parameter_bytes(training_of(job.config, NATIVE), 2)
         assert sum(each.values()) == pytest.approx(expected, rel=1e-3)
     for kept in run_ranks(ranked_learner.kept_bytes, jobs, ranks=2, stall_s=900.0):
         assert kept == pytest.approx(list(planned), rel=0.05)
@@ -297,15 +317,21 @@ def test_four_ranks_on_two_meshes_publish_and_save_what_one_process_does(tmp_pat
 @pytest.mark.slow
 def test_families_with_latents_biases_and_dense_layers_train_over_ranks(tmp_path: Path) -> None:
     """Latents, shared experts and biases of choosing; a dense model; sinks and biases of experts, which are read from
-    stacks; gated delta layers; an indexer. Texts are gathered as latents."""
+    stacks; gated delta layers; an indexer. Texts are gathered as latents, and as keys of an indexer that chooses."""
     configs = {"latent": replace(DEEPSEEK, context_tokens=1024), "dense": DENSE, "stacked": GPT_OSS}
-    configs |= {"linear": NEXT, "indexed": DEEPSEEK32}
+    configs |= {"linear": NEXT, "indexed": replace(DEEPSEEK32, context_tokens=1024)}
     for name, config in configs.items():
-        save_model(Transformer(config, seed=4), tmp_path / name, dtype="f32")
+        model = Transformer(config, seed=4)
+        for key, buffer in model.named_buffers():
+            if ".indexer_" in key:  # else all scores are zero
+                buffer.normal_(generator=torch.Generator().manual_seed(len(key)))
+        save_model(model, tmp_path / name, dtype="f32")
     latent, dense, stacked, linear, indexed = (
         ranked.batches(tmp_path / name, [40, 33, 57, 20], steps=2, numerics=EXACT) for name in configs
     )
-    long = ranked.batches(tmp_path / "latent", [600, 40], steps=1, numerics=EXACT)
+    long, chosen = (
+        ranked.batches(tmp_path / name, [600, 40], steps=1, numerics=EXACT) for name in ("latent", "indexed")
+    )
     biased, plain = replace(CONFIG, balance_bias=1e-3), replace(CONFIG, expert_parallel=1)
     texts = replace(plain, context_parallel=2, recompute=True)
     jobs = [
@@ -319,12 +345,14 @@ def test_families_with_latents_biases_and_dense_layers_train_over_ranks(tmp_path
         Job(tmp_path / "linear", tmp_path / "i", replace(CONFIG, optimizer=OptimizerKind.MUON), linear),
         Job(tmp_path / "indexed", tmp_path / "j", plain, indexed),
         Job(tmp_path / "latent", tmp_path / "d", texts, long),
+        Job(tmp_path / "indexed", tmp_path / "k", texts, chosen),
     ]
     alone = [ranked.alone(replace(job, store=job.store.with_suffix(".one"))) for job in jobs]
     for told in run_ranks(ranked.together, jobs, ranks=2, stall_s=900.0):
-        assert told[:-1] == alone[:-1]
-        assert told[-1].fresh == [0.0]
-        assert told[-1].losses == pytest.approx(alone[-1].losses, rel=1e-5)
+        assert told[:-2] == alone[:-2]
+        for one, other in zip(told[-2:], alone[-2:], strict=True):
+            assert one.fresh == [0.0]
+            assert one.losses == pytest.approx(other.losses, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention, for contexts within which it is dense."""
+"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from etude.models.families.deepseek_v3 import DeepseekV3
 
 
 class DeepseekV32(DeepseekV3):
-    """DeepSeek-V3.2 (arXiv 2512.02556), for contexts of at most index_topk tokens."""
+    """DeepSeek-V3.2 (arXiv 2512.02556)."""
 
     model_type = "deepseek_v32"
     hf_class = "DeepseekV32ForCausalLM"

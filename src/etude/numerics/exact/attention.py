@@ -230,5 +230,8 @@ class Causal:
             rows, window = q.shape[1], w.covering(first + q.shape[1])
             q = F.pad(q, (0, 0, 0, w.padded(rows) - rows)).contiguous()
             mask = masks(first, window, q)[: q.shape[1]]
+            if options is not None and options.index is not None:
+                own = slice(first - start, first - start + rows)
+                mask = options.index.part(own, options.index.k_TI[: first + rows]).hide(mask)
             outs.append(w.attend(q[None], k[:, :, :window], v[:, :, :window], mask, scale, *sinks)[0, :, :rows])
         return torch.cat(outs, 1)[..., : v_GTC.shape[-1]]

@@ -161,6 +161,21 @@ class Exact(Operators):
     def key_windows(self, heads: int, key_width: int) -> KeyWindows:
         return exact.key_windows(heads, key_width)
 
+    def index_scores(self, q_MJI: torch.Tensor, weights_MJ: torch.Tensor, k_MTI: torch.Tensor) -> torch.Tensor:
+        """Compute the scores of keys for an indexer's choice, float32 [M, T], number by number in one order.
+
+        So a score has the same bits beside any other queries and keys."""
+        keys = k_MTI.movedim(-1, 0).contiguous()  # [I, M, T] or [I, T]
+        total = None
+        for q_MI, weight_M in zip(q_MJI.unbind(1), weights_MJ.unbind(1), strict=True):
+            dot_MT = q_MI[:, :1] * keys[0]
+            for one_M, key in zip(q_MI.unbind(1)[1:], keys[1:], strict=True):
+                dot_MT += one_M[:, None] * key
+            share_MT = dot_MT.relu_() * weight_M[:, None]
+            total = share_MT if total is None else total + share_MT
+        assert total is not None, "an indexer has heads"
+        return total
+
     def logits(self, x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
         """Compute the logits of the output head, float32 [R, V].
 

@@ -1,15 +1,21 @@
-"""Sliding windows and attention sinks: what some layers' attention has beside queries, keys and values.
+"""Sliding windows, attention sinks and chosen keys: what some layers' attention has beside queries, keys and values.
 
 A sink is a learned logit of a query head that is part of the softmax's denominator (arXiv 2309.17453, §3.3). So with L
 the logarithm of the sum of exponentials over the keys, attention with a sink s is attention without it times
 sigmoid(L − s). The kernel returns L, so a row has the same bits wherever it has the same bits without sinks. The
 gradient is that of attention over the keys with the denominator's logarithm log(exp L + exp s) in place of L.
 
-Shapes: B slots, H query heads, G key/value heads, M rows of queries, W window, A key width, C value width."""
+With an `Index` a token attends to some keys only. The others are masked as later keys are, so that a row keeps the same
+bits in chunks, beside other rows and in larger windows.
+
+Shapes: B slots, H query heads, G key/value heads, M rows of queries, W window, A key width, C value width; J heads of
+an indexer, I its width, T tokens."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,14 +26,66 @@ from etude.numerics.exact.elementwise import in_lanes
 
 
 @dataclass(frozen=True, eq=False)
+class Index:
+    """Queries and keys by which an indexer chooses the keys to which a token attends (DeepSeek-V3.2, arXiv 2512.02556).
+
+    A token attends to the `top_k` earlier keys, its own included, with the largest scores Σ_j weight_j · relu(q_j · k).
+    Among equal scores the earlier key is chosen. `q_MJI`, `weights_MJ`: of the queries. `k_TI`: of the keys, or [M, T,
+    I], those of each query. All are float32. `scores`: computes the scores, float32 [M, T]
+    (`Operators.index_scores`)."""
+
+    q_MJI: torch.Tensor
+    weights_MJ: torch.Tensor
+    k_TI: torch.Tensor
+    top_k: int
+    scores: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+    def part(self, rows: slice | torch.Tensor, keys: torch.Tensor) -> Index:
+        """Return the index of some of the queries and other keys."""
+        return replace(self, q_MJI=self.q_MJI[rows], weights_MJ=self.weights_MJ[rows], k_TI=keys)
+
+    @torch.no_grad()
+    def hide(self, mask_MW: torch.Tensor) -> torch.Tensor:
+        """Return a copy of an additive mask (0 or -inf) that hides the keys that are not chosen, too.
+
+        The mask's first rows are those of the queries; further rows are padding. It may have more columns than there
+        are keys; these must be hidden already."""
+        num, most = len(self.q_MJI), self.k_TI.shape[-2]
+        if most <= self.top_k:
+            return mask_MW
+        hidden = mask_MW.clone()
+        own = hidden[:num, :most]
+        scores = self.scores(self.q_MJI, self.weights_MJ, self.k_TI) + own
+        chosen = scores.sort(dim=-1, descending=True, stable=True).indices[:, : self.top_k]
+        own.masked_fill_(torch.ones_like(own, dtype=torch.bool).scatter_(1, chosen, value=False), -torch.inf)
+        return hidden
+
+
+@dataclass(frozen=True, eq=False)
 class AttentionOptions:
     """Options of the attention of one layer.
 
     `window`: the number of latest tokens, itself included, to which a token attends; None: all. `sinks_H`: one logit
-    for each query head; None: no sinks."""
+    for each query head; None: no sinks. `index`: chooses the keys to which a token attends; None: all of them."""
 
     window: int | None
     sinks_H: torch.Tensor | None
+    index: Index | None = None
+
+    def part(self, rows: slice, keys: torch.Tensor) -> AttentionOptions | None:
+        """Return the options of some of the queries, whose keys of the indexer are `keys`; None if none are left."""
+        if self.index is None:
+            return self
+        index = self.index.part(rows, keys) if len(keys) > self.index.top_k else None
+        return None if index is None and self.window is None and self.sinks_H is None else replace(self, index=index)
+
+    def split(self, lengths: Sequence[int]) -> list[AttentionOptions | None]:
+        """Return the options of each of several packed sequences."""
+        if self.index is None:
+            return [self] * len(lengths)
+        stops = list(accumulate(lengths))
+        pieces = [slice(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)]
+        return [self.part(piece, self.index.k_TI[piece]) for piece in pieces]
 
     def rows(
         self, heads: int | None = None, like: torch.Tensor | None = None, num: int = 1

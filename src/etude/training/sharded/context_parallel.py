@@ -86,12 +86,16 @@ class ContextParallelCache:
         full: torch.Tensor = _AllGather.apply(both, self._kept, self._mesh)  # type: ignore[no-untyped-call]
         k = full[..., :width]
         v = full[..., : v_NGB.shape[-1]] if shared else full[..., width:]
+        keys = full.new_empty(0)
+        if options is not None and options.index is not None:
+            keys = _AllGather.apply(options.index.k_TI, self._kept, self._mesh)  # type: ignore[no-untyped-call]
         outs, at, start = [], 0, 0
         for length, mine in zip(self._lengths, self._mine, strict=True):
             for piece in (one for one in mine if len(one)):
                 seen = slice(start, start + piece.stop)
                 q = q_NHA[at : at + len(piece)].transpose(0, 1)
-                o = self._causal(q, k[seen].transpose(0, 1), v[seen].transpose(0, 1), scale, piece.start, options)
+                own = None if options is None else options.part(slice(at, at + len(piece)), keys[seen])
+                o = self._causal(q, k[seen].transpose(0, 1), v[seen].transpose(0, 1), scale, piece.start, own)
                 outs.append(o.transpose(0, 1))
                 at += len(piece)
             start += length

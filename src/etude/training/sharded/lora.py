@@ -128,7 +128,7 @@ class ShardedLora(ShardedWeights):
     def base(self) -> dict[str, Tensor]:
         """Return the full tensors of the base that this rank publishes. A collective call."""
         rows = {name: local_part(p) for name, p in self.model.named_parameters()} | self.adapters.bases
-        return self._coded(self._full_tensors(rows))
+        return self._encoded(self._full_tensors(rows))
 
     def write(self, folder: Path) -> None:
         """Write a peft directory, on rank 0. A collective call."""

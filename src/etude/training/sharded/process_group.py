@@ -14,13 +14,12 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
-from etude.errors import CheckpointError, ConfigError, EtudeError
+from etude.errors import CheckpointError, EtudeError
 from etude.file_checksums import digests, files_in, verify_files, write_sums
 from etude.models.attention import Cache
 from etude.models.checkpoint import verify_weights
 from etude.models.checkpoint_files import fsync_directory, rename_into_place
 from etude.models.transformer import Transformer
-from etude.numerics.config import Quantise
 from etude.numerics.lora import LoraOperators
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import RankLost
@@ -170,12 +169,6 @@ class ShardedProcessGroup:
         mesh, config, operators = self.mesh, request.config, request.operators
         with self.propagate_errors("checkpoint"):
             request.check_kind()
-            if request.quantise is not Quantise.NONE:
-                raise ConfigError(
-                    f"numerics.quantise = {str(request.quantise)!r} is not possible with learner.ranks = {self.size}",
-                    "packing a matrix needs all its rows, and each rank has a part of them",
-                    hint='train in one process, or set numerics.quantise = "none"',
-                )
             base = request.base
             operators = LoraOperators(operators) if config.lora_rank else operators
             model = set_recompute(meta_model(base, operators, mesh), config.recompute)
@@ -186,7 +179,7 @@ class ShardedProcessGroup:
             verify_weights(base, part=self.rank, parts=self.size)
         specs = shard_specs(model, mesh)
         parts = (model, self, specs, tensor_slices(model, specs, mesh), config.weights, base)
-        trainable = ShardedLora(*parts, request) if config.lora_rank else ShardedWeights(*parts)
+        trainable = ShardedLora(*parts, request) if config.lora_rank else ShardedWeights(*parts, request.quantise)
         self._specs = trainable.copies or specs
         self._exchange = FullTensors(specs, mesh)
         lossless = operators.dtype is torch.bfloat16 and config.weights is LiveWeights.BF16

@@ -13,10 +13,14 @@ from torch import nn
 from etude.models.checkpoint import write_config_files, write_index
 from etude.models.checkpoint_files import save_tensors
 from etude.models.lora import local_part
+from etude.models.packed_weights import Matrix
+from etude.models.quantised_storage import is_quantised
 from etude.models.transformer import Transformer
 from etude.models.weight_views import hf_biases
+from etude.numerics.config import Quantise
+from etude.numerics.formats import FORMATS
 from etude.training.config import LiveWeights
-from etude.training.exports import encode, stored_dtype
+from etude.training.exports import encode_tensors, stored_dtype
 from etude.training.sharded.fsdp import ShardSpec, TensorSlice
 from etude.weights.tensors import Tensor
 
@@ -29,7 +33,7 @@ class ShardedWeights:
 
     Construct it before FSDP2 shards the model. `specs`, `named`: the results of `shard_specs` and `tensor_slices`.
     `weights`: the precision in which they are published. `assets`: a directory whose tokeniser files are copied into
-    checkpoints."""
+    checkpoints. `quantise`: the quantised format in which large matrices are published."""
 
     def __init__(
         self,
@@ -39,11 +43,12 @@ class ShardedWeights:
         named: Mapping[str, list[TensorSlice]],
         weights: LiveWeights,
         assets: Path,
+        quantise: Quantise = Quantise.NONE,
     ) -> None:
         self.model, self._group, self._specs = model, group, specs
         self.specs = specs  # of the model
         self.copies: Mapping[str, ShardSpec] = {}  # of the adapters that are trained instead
-        self._weights, self._assets = weights, assets
+        self._weights, self._assets, self._quantise = weights, assets, quantise
         self.named = named
 
     def filled(self) -> None:
@@ -68,15 +73,10 @@ class ShardedWeights:
 
     def exported(self) -> dict[str, Tensor]:
         """Return the full tensors that this rank publishes. A collective call."""
-        return self._coded(self._full_tensors(self.views()))
+        return self._encoded(self._full_tensors(self.views(), self._quantise))
 
-    def _coded(self, full_tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
-        kinds = [(self._weights, full_tensors), (LiveWeights.F32, self._others)]
-        return {
-            name: Tensor(str(kind), tuple(view.shape), encode(view, kind))
-            for kind, views in kinds
-            for name, view in views.items()
-        }
+    def _encoded(self, full_tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
+        return encode_tensors({**full_tensors, **self._others}, self._weights)
 
     def base(self) -> dict[str, Tensor] | None:
         """Return None: an engine needs no frozen weights, since all weights are trained and published."""
@@ -101,16 +101,23 @@ class ShardedWeights:
                 where = {name: own for own, sizes in there for name in sizes}
                 write_index(where, sum(sum(sizes.values()) for _, sizes in there), folder)
 
-    def _full_tensors(self, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _full_tensors(
+        self, views: Mapping[str, torch.Tensor], quantise: Quantise = Quantise.NONE
+    ) -> dict[str, torch.Tensor]:
         """Return the full tensors that this rank gets from all ranks' rows, by Hugging Face names. A collective call.
 
-        They are in the stored dtype."""
-        found, kind = {}, stored_dtype(self._weights)
+        They are in the stored dtype, and large matrices in the quantised format."""
+        found: dict[str, torch.Tensor] = {}
+        kind = stored_dtype(self._weights)
+        inside = self.model.config.architecture.etude_name
         rows = {name: own.to(self._group.mesh.device, kind) for name, own in views.items()}
         for parameter, full in self._group.gather(rows).items():
             spec, flat = self._specs[parameter], full.flatten()
             first = spec.start * math.prod(spec.shape[1:]) if spec.expert else 0
-            for one in self.named[parameter]:
-                if first <= one.start and one.stop <= first + len(flat):
-                    found[one.name] = flat[one.start - first : one.stop - first].view(one.shape)
+            own = [one for one in self.named[parameter] if first <= one.start and one.stop <= first + len(flat)]
+            if quantise is not Quantise.NONE and own and is_quantised(inside(own[0].name)):
+                found |= Matrix(full, {one.name: one.shape[0] for one in own}).stored(FORMATS[quantise])
+                continue
+            for one in own:
+                found[one.name] = flat[one.start - first : one.stop - first].view(one.shape)
         return found
