@@ -128,7 +128,7 @@ def paired_difference(differences: Sequence[float], problems: Sequence[Hashable]
     if found is None:
         effective, quantile = 1.0, _T95[0]
     else:
-        effective = n * independent / found.variance if found.variance > 0.0 else found.num_equal
+        effective = max(1.0, n * independent / found.variance) if found.variance > 0.0 else found.num_equal
         quantile = Z95 if found.num_clusters == n else _t95(found.num_clusters - 1)
     num_apart = sum(d != 0.0 for d in differences)
     pseudo = square * n / num_apart if num_apart else 1.0  # squared; 1 for differences of single rollouts
