@@ -4,8 +4,9 @@
 
 A suite has problems with a probability of being solved each (beta distributed around the true rate), tasks that are
 variants of a problem, and rollouts of each task. The true rate is drawn anew for each suite, so that no kind of suite
-owes its coverage to the lattice of one rate. A percentile bootstrap over problems, and Wilson's interval over rollouts
-as if they were independent, are computed on the same suites.
+owes its coverage to the lattice of one rate: from a band in the middle, or from one near 0 or 1, where models are
+before and after training, and where few problems decide. A percentile bootstrap over problems, and Wilson's interval
+over rollouts as if they were independent, are computed on the same suites.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from etude.evals.intervals import (
 )
 
 Rng = np.random.Generator
-RATES = (0.1, 0.9)
+BANDS = {"0.1 to 0.9": (0.1, 0.9), "0.9 to 0.99": (0.9, 0.99), "0.01 to 0.1": (0.01, 0.1)}
+"""The true rates of simulated suites."""
+MIDDLE = BANDS["0.1 to 0.9"]
 RESAMPLED = 200
 
 
@@ -55,6 +58,10 @@ KINDS = (
     Kind("164 problems, 1 try", 164, (1,), 1, 0.5),
     Kind("164 problems, 8 tries", 164, (1,), 8, 0.5),
     Kind("40 problems, 4 variants, 4 tries", 40, (4,), 4, 0.5),
+    Kind("128 problems, 8 tries", 128, (1,), 8, 0.5),
+    Kind("60 problems, 8 tries", 60, (1,), 8, 0.5),
+    Kind("22 problems, 23 tries", 22, (1,), 23, 0.3),
+    Kind("20 problems, 8 tries", 20, (1,), 8, 0.5),
 )
 
 
@@ -98,26 +105,27 @@ def holds(interval: Interval, truth: float) -> bool:
     return interval.low <= truth <= interval.high
 
 
-def rates(draws: int, kind: Kind, *, peers: bool) -> dict[str, float]:
-    """Coverage of the intervals of one rate, by method."""
+def rates(draws: int, kind: Kind, band: tuple[float, float], *, peers: bool) -> dict[str, float]:
+    """Coverage of the intervals of one rate, by method, and the mean width of ours ("width")."""
     rng = np.random.default_rng(7)
     methods = {"clustered": clustered}
     if peers:
         methods |= {"bootstrap": bootstrap(np.random.default_rng(8)), "independent": independent}
-    hits = dict.fromkeys(methods, 0)
+    hits, width = dict.fromkeys(methods, 0), 0.0
     for _ in range(draws):
-        rate = rng.uniform(*RATES)
-        found = suite(rng, kind, rate)
-        for name, method in methods.items():
-            hits[name] += holds(method(*found), rate)
-    return {name: count / draws for name, count in hits.items()}
+        rate = rng.uniform(*band)
+        found = {name: method(*drawn) for drawn in [suite(rng, kind, rate)] for name, method in methods.items()}
+        width += found["clustered"].high - found["clustered"].low
+        for name, one in found.items():
+            hits[name] += holds(one, rate)
+    return {name: count / draws for name, count in hits.items()} | {"width": round(width / draws, 4)}
 
 
-def pairs(draws: int, kind: Kind) -> float:
+def pairs(draws: int, kind: Kind, band: tuple[float, float]) -> float:
     """Coverage of the paired difference of two models: the second solves each problem with a chance of its own."""
     rng, hits = np.random.default_rng(9), 0
     for _ in range(draws):
-        before, after = sorted(rng.uniform(*RATES, 2))
+        before, after = sorted(rng.uniform(*band, 2))
         problems = np.repeat(np.arange(kind.problems), rng.choice(kind.variants, kind.problems))
         shared = rng.random(kind.problems)  # problems that are easy for one model are easy for the other
         solved = [
@@ -140,12 +148,12 @@ def true_mean(rate: float, kind: Kind) -> float:
     return float(spread((np.arange(500) + 0.5) / 500, rate, kind).mean())
 
 
-def curve(draws: int, kind: Kind) -> dict[str, float]:
+def curve(draws: int, kind: Kind, band: tuple[float, float]) -> dict[str, float]:
     """Coverage of pass@k for k = 1, 2 and the number of tries."""
     rng, points = np.random.default_rng(10), sorted({1, 2, kind.tries})
     hits = dict.fromkeys(points, 0)
     for _ in range(draws):
-        rate = rng.uniform(*RATES)
+        rate = rng.uniform(*band)
         solved, problems = suite(rng, kind, rate)
         odds = (1 - kind.alike) / kind.alike
         for k in points:
@@ -216,16 +224,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def models(draws: int) -> dict[str, Any]:
-    """Coverage of the intervals of single models and of pairs."""
-    by_kind = {kind.name: rates(draws, kind, peers=True) for kind in KINDS}
-    ours = [one["clustered"] for one in by_kind.values()]
-    return {
-        "rates": by_kind,
-        "clustered_from": min(ours),
-        "clustered_to": max(ours),
-        "paired": {kind.name: pairs(draws, kind) for kind in KINDS},
-        "pass_at_k": {kind.name: curve(draws, kind) for kind in KINDS if kind.tries > 1},
-    }
+    """Coverage of the intervals of single models and of pairs, by the band of true rates."""
+    found = dict[str, Any]()
+    for name, band in BANDS.items():
+        by_kind = {kind.name: rates(draws, kind, band, peers=True) for kind in KINDS}
+        ours = [one["clustered"] for one in by_kind.values()]
+        found[name] = {
+            "rates": by_kind,
+            "clustered_from": min(ours),
+            "clustered_to": max(ours),
+            "paired": {kind.name: pairs(draws, kind, band) for kind in KINDS},
+            "pass_at_k": {kind.name: curve(draws, kind, band) for kind in KINDS if kind.tries > 1},
+        }
+    return found
 
 
 SEEDS = {

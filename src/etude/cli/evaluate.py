@@ -35,7 +35,7 @@ from etude.evals.records import (
     rows_beside,
     write_record,
 )
-from etude.evals.suites import METRICS, Suite, read_suite, values_of
+from etude.evals.suites import Suite, read_suite, values_of
 from etude.evals.training_seeds import over_training_seeds
 from etude.prices import Prices, read_prices
 from etude.rollouts.model_url import Endpoint
@@ -152,7 +152,7 @@ def _play(suite: Suite, subject: Subject, given: Mapping[str, Any], args: argpar
     from etude.loop.evaluation import RunEngines, bits_per_byte, evaluate_model
     from etude.loop.suites import general_text
 
-    config, tasks = _checked(suite, subject, given, source=args.source)
+    config, tasks, num_not_compared = _checked(suite, subject, given, source=args.source)
     model, text = subject.model, general_text(suite)
     total, path = suite.samples * len(tasks), record_path(args.out, suite.name, subject.label)
     where = f"asking {model.url}" if isinstance(model, Endpoint) else "starting its processes"
@@ -192,13 +192,17 @@ def _play(suite: Suite, subject: Subject, given: Mapping[str, Any], args: argpar
         general_digest=hashlib.sha256(text.encode()).hexdigest()[:16] if general else "",
         gates=(),
         date=_now(),
+        num_not_compared=num_not_compared,
     )
     write_record(args.out, record)
     return _Played(record, general)
 
 
-def _checked(suite: Suite, subject: Subject, given: Mapping[str, Any], *, source: str) -> tuple[RunConfig, list[Task]]:
-    """Return the config and the tasks of a suite, after checks that the model can play them on this machine.
+def _checked(
+    suite: Suite, subject: Subject, given: Mapping[str, Any], *, source: str
+) -> tuple[RunConfig, list[Task], int]:
+    """Return the config and the tasks of a suite, after checks that the model can play them on this machine; and the
+    number of training tasks that were not compared with them (`refuse_trained`).
 
     Builds the images of the tasks. Raises `NoCheckpoint`, and the errors of the checks before a run."""
     from etude.harness import ChatFormat
@@ -218,13 +222,16 @@ def _checked(suite: Suite, subject: Subject, given: Mapping[str, Any], *, source
     if config.machines.images:
         asyncio.run(build_images(config, report))
     tasks = suite_tasks(suite, config)
-    if subject.run is not None:
-        refuse_trained(suite, tasks, subject.run)
+    num_not_compared = refuse_trained(suite, tasks, subject.run) if subject.run is not None else 0
+    if num_not_compared:
+        report(
+            f"the first {num_not_compared} training tasks of {subject.label} are not compared with those of the suite"
+        )
     if isinstance(model, Path | RunEngines):
         chat = ChatFormat.load(model if isinstance(model, Path) else model.run / "tokenizer")
         check_limits(config.harness, chat, tasks[:8], report)
     check_machines(config)
-    return config, tasks
+    return config, tasks, num_not_compared
 
 
 def _shown(subject: Subject) -> str:
@@ -287,7 +294,7 @@ def _report_seeds(suite: Suite, played: Sequence[Sequence[_Played]], args: argpa
         before,
         general_rises=[rise for rise in rises if rise is not None] if None not in rises else (),
     )
-    means = {name: _mean([one[name] for one in values]) for name in METRICS}
+    means = {name: _mean([one.get(name) for one in values]) for name in values[0]}
     record = SeedsRecord(
         suite=suite.name,
         purpose=suite.purpose,
@@ -349,10 +356,12 @@ _EFFECTS = {
 def leaderboard(args: argparse.Namespace) -> int:
     """Print a table of all results in a folder, and write them as one HTML page. Returns 0."""
     from etude.dashboard.formatting import money
-    from etude.dashboard.leaderboard import write_leaderboard
+    from etude.dashboard.leaderboard import term_text, write_leaderboard
 
     records = read_records(args.folder)
-    table = Table("suite", "model", "solve rate", "95 % interval", "pass@k", "$ per solved", "p50 s", "tokens out")
+    terms = sorted({name for record, _ in records for name in record.result.terms})
+    columns = ("suite", "model", "solve rate", "95 % interval", "pass@k", "$ per solved", "p50 s", "tokens out")
+    table = Table(*columns, *terms)
     for record, _ in records:
         result = record.result
         k, best = max(result.pass_at_k.items(), default=(0, (0.0, 0.0, 0.0)))
@@ -365,6 +374,7 @@ def leaderboard(args: argparse.Namespace) -> int:
             money(result.dollars_per_solved),
             "–" if result.latency_p50_s is None else f"{result.latency_p50_s:.2f}",
             f"{result.sampled_mean:.0f}",
+            *(term_text(result.terms.get(name)) for name in terms),
         )
     console().print(table)
     seeds = read_seeds(args.folder)

@@ -16,6 +16,7 @@ from etude.dashboard.pages import render, write_page
 from etude.dashboard.plot import Estimate, Series, legend, line_chart
 from etude.evals import compare
 from etude.evals.records import EvalRecord, SeedsRecord, rows_beside
+from etude.evals.result import TermMean
 from etude.evals.rows import EvalRow
 
 _COLOURS = 5  # classes c1 to c5 of the stylesheet
@@ -51,12 +52,14 @@ def _section(found: Sequence[tuple[EvalRecord, Path]], seeds: Sequence[SeedsReco
     ordered = sorted(found, key=lambda one: -one[0].result.rate)
     records = [record for record, _ in ordered]
     first = records[0]
+    terms = sorted({name for record in records for name in record.result.terms})
     return {
         "title": first.suite,
         "purpose": first.purpose,
         "facts": f"{first.result.num_tasks} tasks of {first.result.num_problems} problems, split {first.result.split}; "
         f"digest {first.suite_digest}",
-        "rows": _rows(ordered),
+        "terms": terms,
+        "rows": _rows(ordered, terms),
         "recipes": [_recipe(one) for one in sorted(seeds, key=lambda one: -one.result.rate)],
         "panels": [
             {"title": title, "note": note, "svg": Markup(svg), "legend": Markup(keys)}
@@ -65,13 +68,15 @@ def _section(found: Sequence[tuple[EvalRecord, Path]], seeds: Sequence[SeedsReco
     }
 
 
-def _rows(ordered: Sequence[tuple[EvalRecord, Path]]) -> list[Mapping[str, Any]]:
+def _rows(ordered: Sequence[tuple[EvalRecord, Path]], terms: Sequence[str]) -> list[Mapping[str, Any]]:
     """The rows of a table, the best model first, each compared with the best one on the same tasks."""
     best = rows_beside(ordered[0][1])
-    return [_row(record, path, best, first=at == 0) for at, (record, path) in enumerate(ordered)]
+    return [_row(record, path, best, terms, first=at == 0) for at, (record, path) in enumerate(ordered)]
 
 
-def _row(record: EvalRecord, path: Path, best: Sequence[EvalRow], *, first: bool) -> Mapping[str, Any]:
+def _row(
+    record: EvalRecord, path: Path, best: Sequence[EvalRow], terms: Sequence[str], *, first: bool
+) -> Mapping[str, Any]:
     result = record.result
     behind = ""
     if not first:
@@ -86,7 +91,9 @@ def _row(record: EvalRecord, path: Path, best: Sequence[EvalRow], *, first: bool
         "interval": f"{result.low:.3f} to {result.high:.3f}",
         "behind": behind,
         "solved": money(result.dollars_per_solved),
-        "kept": money(result.dollars_per_kept),
+        "solved_task": money(result.dollars_per_solved_task),
+        "judges": money(result.judge_dollars),
+        "terms": [term_text(result.terms.get(name)) for name in terms],
         "latency": f"{_shown(result.latency_p50_s, duration)} / {_shown(result.latency_p99_s, duration)}",
         "tokens": f"{_shown(result.prompt_mean, significant)} / {significant(result.sampled_mean)}",
         "cached": _shown(result.cached_share, percent),
@@ -98,6 +105,16 @@ def _row(record: EvalRecord, path: Path, best: Sequence[EvalRow], *, first: bool
         "gates": gates,
         "failures": failures,
     }
+
+
+def term_text(mean: TermMean | None) -> str:
+    """Return the mean of a reward term with its interval as text; "–" if the evaluation did not measure it."""
+    if mean is None:
+        return "–"
+    text = "unknown" if mean.value is None else f"{mean.value:.3f}"
+    if mean.low is not None and mean.high is not None:
+        text += f" ({mean.low:.3f} to {mean.high:.3f})"
+    return f"{text}, {mean.num_unknown} unknown" if mean.num_unknown and mean.num_known else text
 
 
 def _recipe(record: SeedsRecord) -> Mapping[str, Any]:

@@ -116,7 +116,8 @@ def _tiles(summary: Mapping[str, Any]) -> Iterator[Row]:
     solved = summary["heldout"]["after"] or summary["heldout"]["before"] or {}
     if solved.get("dollars_per_solved") is not None:
         value = formatting.money(solved["dollars_per_solved"])
-        yield "per solved task", value, f"held-out; per kept change {formatting.money(solved['dollars_per_kept'])}"
+        once = formatting.money(solved["dollars_per_solved_task"])
+        yield "per solution", value, f"held-out; per task that was solved at least once {once}"
     if solved.get("latency_p50_s") is not None and solved["latency_p99_s"] is not None:
         longest = formatting.duration(solved["latency_p99_s"])
         yield "time of a task", formatting.duration(solved["latency_p50_s"]), f"held-out, median; p99 {longest}"

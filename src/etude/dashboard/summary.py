@@ -36,7 +36,7 @@ _HELDOUT = (
     "machine_s",
     "dollars",
     "dollars_per_solved",
-    "dollars_per_kept",
+    "dollars_per_solved_task",
 )
 
 

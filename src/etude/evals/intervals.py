@@ -4,17 +4,18 @@ Wilson (1927) for one rate, Newcombe (1998, method 10) for the difference of two
 (2012) for a difference on the same tasks. All three are valid near 0 and 1 and for small counts, where the usual normal
 interval is empty or leaves [0, 1]; solve rates before training are near 0.
 
-Tasks that are variants of one problem are correlated. Intervals over them use the effective number of tasks: the number
-of independent tasks with the same variance. It is the smaller of two estimates, from the variance of a ratio over
-clusters (to which a bootstrap over problems converges) and from Kish's design effect. With few problems the quantile is
-that of Student's t. A percentile bootstrap has too low coverage near 0 and 1
-(docs/decisions/0047-intervals-count-problems.md).
+Tasks that are variants of one problem are correlated, and so are rollouts of one task. Intervals over them use the
+effective number of rollouts: the number of independent rollouts with the same variance. The variance is the larger of
+two estimates, that of a ratio over clusters (to which a bootstrap over problems converges) and that by Kish's design
+effect. Near 0 and 1 few problems decide, and both estimates are often far too small. A rate therefore adds the weight
+of a quarter of a problem to them, with the variance of a problem whose results are all equal
+(docs/decisions/0047-intervals-count-problems.md). A percentile bootstrap has too low coverage there.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -63,7 +64,7 @@ def clustered_rate(solved: Sequence[float], problems: Sequence[Hashable]) -> Int
 
     `solved` has one value in [0, 1] per rollout, or per task the mean of its rollouts. `problems[i]` identifies the
     problem of value i, of which several tasks may be variants. The interval uses the effective number of independent
-    rollouts.
+    rollouts. Where all results are equal, it is the number of problems.
 
     >>> clustered_rate([1, 1, 0, 0], ["a", "b", "c", "d"]).low > clustered_rate([1, 1, 0, 0], ["a", "a", "b", "b"]).low
     True
@@ -74,12 +75,28 @@ def clustered_rate(solved: Sequence[float], problems: Sequence[Hashable]) -> Int
     if n == 0:
         return wilson(0, 0)
     rate = math.fsum(solved) / n
-    binary, spread = rate * (1 - rate), math.fsum(x * x for x in solved) / n - rate * rate
-    fractional = binary > 1.001 * spread > 0.0  # means of several rollouts vary less than single ones
-    effective, quantile = _effective(solved, problems, independent=(spread if fractional else binary) / n)
-    if fractional:
-        effective, quantile = effective * binary / spread, _t95(max(1, len(set(problems)) - 1))
-    return wilson(min(rate * effective, effective), effective, quantile)
+    found = _variance(solved, problems, independent=(math.fsum(x * x for x in solved) / n - rate * rate) / n)
+    if found is None:
+        return wilson(rate, 1.0, _T95[0])
+    prior = _PRIOR / found.num_equal  # of a variance of one problem
+    effective = found.num_equal * (rate * (1 - rate) + prior) / (found.variance * found.num_equal + prior)
+    return wilson(min(rate * effective, effective), effective)
+
+
+def clustered_mean(values: Sequence[float], problems: Sequence[Hashable]) -> Interval:
+    """Compute the mean of values of any size and its interval, for values that are correlated within a problem.
+
+    Values in [0, 1] have the interval of `clustered_rate`, others that of `ratio` over problems.
+
+    >>> clustered_mean([-2.0, 0.0, -1.0, -1.0], ["a", "b", "c", "d"]).value
+    -1.0
+    """
+    if all(0.0 <= value <= 1.0 for value in values):
+        return clustered_rate(values, problems)
+    sums, sizes = defaultdict[Hashable, float](float), Counter(problems)
+    for value, problem in zip(values, problems, strict=True):
+        sums[problem] += value
+    return ratio([sums[problem] for problem in sizes], [float(size) for size in sizes.values()])
 
 
 def difference(a: Interval, b: Interval) -> Interval:
@@ -106,7 +123,13 @@ def paired_difference(differences: Sequence[float], problems: Sequence[Hashable]
     if n == 0:
         return Interval(0.0, -1.0, 1.0)
     value, square = math.fsum(differences) / n, math.fsum(d * d for d in differences) / n
-    effective, quantile = _effective(differences, problems, independent=(square - value * value) / n)
+    independent = max(0.0, square - value * value) / n
+    found = _variance(differences, problems, independent=independent)
+    if found is None:
+        effective, quantile = 1.0, _T95[0]
+    else:
+        effective = max(1.0, n * independent / found.variance) if found.variance > 0.0 else found.num_equal
+        quantile = Z95 if found.num_clusters == n else _t95(found.num_clusters - 1)
     num_apart = sum(d != 0.0 for d in differences)
     pseudo = square * n / num_apart if num_apart else 1.0  # squared; 1 for differences of single rollouts
     centre = value * effective / (effective + 2)
@@ -247,22 +270,31 @@ def _crossed(values: Sequence[Sequence[float]], problems: Sequence[Hashable]) ->
     return _Crossed(mean, by_seed, by_problem, both, count)
 
 
-def _effective(values: Sequence[float], problems: Sequence[Hashable], *, independent: float) -> tuple[float, float]:
-    """The number of independent values whose mean would have the variance of this one, from 1 to the number of values,
-    and the quantile of an interval. `independent`: the variance of the mean if the values were independent."""
+class _Spread(NamedTuple):
+    """The variance of a mean, and the number of equally large clusters that would weigh as much as the actual ones."""
+
+    variance: float
+    num_equal: float
+    num_clusters: int
+
+
+def _variance(values: Sequence[float], problems: Sequence[Hashable], *, independent: float) -> _Spread | None:
+    """The variance of the mean of values that are correlated within a problem; None for several values of one problem.
+
+    `independent`: the variance of the mean if the values were independent."""
     n, mean = len(values), math.fsum(values) / len(values)
     clusters: defaultdict[Hashable, list[float]] = defaultdict(list)
     for value, problem in zip(values, problems, strict=True):
         clusters[problem].append(value)
-    count = len(clusters)
-    if count == n:
-        return float(n), Z95
-    if count == 1:
-        return 1.0, _T95[0]
+    num = len(clusters)
+    if num == n:
+        return _Spread(independent, float(n), n)
+    if num == 1:
+        return None
     squares = math.fsum((math.fsum(c) - len(c) * mean) ** 2 for c in clusters.values())
-    variance = count / (count - 1) * squares / (n * n)
-    by_variance = n * independent / variance if variance > 0.0 else float(count)
-    return min(max(min(by_variance, n / _design_effect(clusters.values(), mean)), 1.0), float(n)), _t95(count - 1)
+    by_ratio = num / (num - 1) * squares / (n * n)
+    by_design = independent * _design_effect(clusters.values(), mean)
+    return _Spread(max(by_ratio, by_design), n * n / sum(len(c) ** 2 for c in clusters.values()), num)
 
 
 def _design_effect(clusters: Collection[Sequence[float]], mean: float) -> float:
@@ -277,6 +309,9 @@ def _design_effect(clusters: Collection[Sequence[float]], mean: float) -> float:
     correlation = min(max((between - within) / spread, 0.0), 1.0) if spread > 0.0 else 1.0
     return 1 + (size - 1) * correlation
 
+
+_PRIOR = 0.25
+"""The weight, in problems, of the assumption of `clustered_rate` that the results of a problem are all equal."""
 
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Student's t of a two-sided 95 % interval, for 1 to 10 degrees of freedom."""

@@ -46,7 +46,8 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
     - `result`: solve rate, intervals, costs and other numbers.
     - `general_bits_per_byte`: the loss on the general text; None: not measured. `general_digest`: 16 hex digits of that
       text; "": not measured.
-    - `gates`: one report for each gate. `date`: when the evaluation ended, in ISO 8601."""
+    - `gates`: one report for each gate. `date`: when the evaluation ended, in ISO 8601.
+    - `num_not_compared`: training tasks of the model's run that were not compared with those of the suite."""
 
     suite: str
     purpose: Purpose
@@ -62,6 +63,7 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
     gates: tuple[GateReport, ...]
     date: str
     general_digest: str = ""
+    num_not_compared: int = 0
     format: int = FORMAT
 
 
@@ -178,8 +180,8 @@ def rows_beside(path: Path) -> list[EvalRow]:
 def gate_reports(suite: Suite, values: Mapping[str, float | None]) -> tuple[GateReport, ...]:
     """Check the gates of a suite, and return a report for each. `values`: the value of each metric; None: unknown."""
     return tuple(
-        GateReport(gate=gate, value=values[gate.metric], failure=gate.failure(values[gate.metric]))
-        for gate in suite.gates
+        GateReport(gate=gate, value=value, failure=gate.failure(value))
+        for gate, value in ((gate, values.get(gate.metric)) for gate in suite.gates)
     )
 
 

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from etude.evals.costs import NO_PRICE, Price, cost, quantile, total
 from etude.evals.curves import pass_curve, reward_curve
-from etude.evals.intervals import clustered_rate
+from etude.evals.intervals import clustered_mean, clustered_rate
 from etude.evals.rows import EvalRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TermMean:
+    """The mean of a reward term over the rollouts of an evaluation for which it is known.
+
+    `low`, `high`: its 95 % interval, which counts problems; None: too few problems to say. All three are None if it is
+    known for no rollout. `num_known`, `num_unknown`: numbers of rollouts; those with a closed gate are in neither."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+    num_known: int
+    num_unknown: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +45,11 @@ class EvalResult:
     - `latency_p50_s`, `latency_p99_s`: quantiles of the wall time of a valid rollout, in seconds. None: no valid ones.
     - `machine_s`: seconds in which all rollouts, valid or not, had a machine.
     - `dollars`: what all rollouts cost. `dollars_per_solved`: divided by the rollouts that solved their task.
-      `dollars_per_kept`: divided by the tasks that some rollout solved, since one change is kept for each. None: a
-      price is unknown, or nothing was solved.
+      `dollars_per_solved_task`: divided by the tasks that some rollout solved. None: a price is unknown, or nothing was
+      solved.
+    - `judge_dollars`: what judges cost that measured `terms`; it is not in `dollars`, since a served model has no
+      judge. None: unknown, or there was no judge.
+    - `terms`: means of the suite's reward terms, by name.
     - `by_family`: solve rate by family of tasks; `invalid`: number of invalid rollouts by the component that failed."""
 
     name: str
@@ -56,10 +75,12 @@ class EvalResult:
     machine_s: float
     dollars: float | None
     dollars_per_solved: float | None
-    dollars_per_kept: float | None
     by_family: Mapping[str, float]
     invalid: Mapping[str, int]
     wall_s: float
+    dollars_per_solved_task: float | None = None
+    judge_dollars: float | None = None
+    terms: Mapping[str, TermMean] = field(default_factory=dict)
 
     def facts(self) -> dict[str, Any]:
         """Return the result as plain data, for `Telemetry.event("eval.result", **result.facts())`."""
@@ -68,10 +89,17 @@ class EvalResult:
 
 
 def evaluate(
-    rows: Iterable[EvalRow], *, name: str, split: str, step: int, wall_s: float, price: Price = NO_PRICE
+    rows: Iterable[EvalRow],
+    *,
+    name: str,
+    split: str,
+    step: int,
+    wall_s: float,
+    price: Price = NO_PRICE,
+    judge_dollars: float | None = None,
 ) -> EvalResult:
     """Summarise the rollouts of one evaluation. `wall_s` is its duration in seconds, and `price` the prices from which
-    its cost is computed.
+    its cost is computed. `judge_dollars`: the cost of the judges of its reward terms; None: unknown, or no judge.
 
     The interval uses the effective number of independent rollouts, because rollouts of one task, and tasks that are
     variants of one problem, are correlated."""
@@ -87,7 +115,7 @@ def evaluate(
     curve = pass_curve(valid).points
     prompt, cached = total(r.prompt for r in valid), total(r.cached for r in valid)
     dollars = cost(rows, price, wall_s=wall_s)
-    num_kept = sum(any(r.solved for r in tries) for tries in by_task.values())
+    num_solved = sum(any(r.solved for r in tries) for tries in by_task.values())
     return EvalResult(
         name=name,
         split=split,
@@ -112,11 +140,32 @@ def evaluate(
         machine_s=round(sum(r.wall_s for r in rows), 3),
         dollars=dollars,
         dollars_per_solved=dollars / solved if dollars is not None and solved else None,
-        dollars_per_kept=dollars / num_kept if dollars is not None and num_kept else None,
         by_family={f: sum(r.solved for r in rs) / len(rs) for f, rs in sorted(families.items())},
         invalid=dict(sorted(Counter(r.outcome for r in rows if not r.valid).items())),
         wall_s=wall_s,
+        dollars_per_solved_task=dollars / num_solved if dollars is not None and num_solved else None,
+        judge_dollars=judge_dollars,
+        terms=term_means(valid),
     )
+
+
+def term_means(rows: Iterable[EvalRow]) -> dict[str, TermMean]:
+    """Return the mean of each reward term of some rollouts with its interval, by name."""
+    found: dict[str, list[tuple[float | None, str]]] = {}
+    for row in rows:
+        for name, value in json.loads(row.terms).items():
+            found.setdefault(name, []).append((value, row.problem))
+    return {name: _mean(values) for name, values in sorted(found.items())}
+
+
+def _mean(values: Sequence[tuple[float | None, str]]) -> TermMean:
+    known = [(value, problem) for value, problem in values if value is not None]
+    if not known:
+        return TermMean(value=None, low=None, high=None, num_known=0, num_unknown=len(values))
+    mean = clustered_mean([value for value, _ in known], [problem for _, problem in known])
+    low, high = (bound if math.isfinite(bound) else None for bound in (mean.low, mean.high))
+    num_unknown = len(values) - len(known)
+    return TermMean(value=mean.value, low=low, high=high, num_known=len(known), num_unknown=num_unknown)
 
 
 def best_of_k(rows: Iterable[EvalRow]) -> float:

@@ -5,10 +5,12 @@ A row has everything that reports and comparisons need, including the transcript
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -23,8 +25,9 @@ from etude.records.view import TurnView, transcript
 from etude.records.wire import to_json
 
 MAX_ROWS = 10_000_000
-ADDED_LATER = {"sign", "tree", "prompt", "cached"}  # columns that files of earlier versions do not have
+ADDED_LATER = {"sign", "tree", "prompt", "cached", "terms"}  # columns that files of earlier versions do not have
 NULLABLE = {"prompt", "cached"}
+NO_TERMS: Mapping[str, float | None] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,8 @@ class EvalRow:
     - `transcript`: all conversations as text. `tree`: the turns as a JSON list of `etude.records.view.TurnView`. In
       files of earlier versions `tree` is "" and `transcript` has only the last conversation.
     - `sign`: the most serious sign of cheating, or "".
+    - `terms`: the values of the reward terms that the evaluation measured, as a JSON object of numbers by name; null:
+      unknown. A term is not in it where its gate is closed.
     - `prompt`: prompt tokens of all its model requests together. `cached`: those of them that the server had in its
       cache. None: unknown."""
 
@@ -61,6 +66,7 @@ class EvalRow:
     tree: str = ""
     prompt: int | None = None
     cached: int | None = None
+    terms: str = "{}"
 
     @property
     def valid(self) -> bool:
@@ -93,18 +99,24 @@ _SCHEMA = pa.schema(
         ("tree", pa.string()),
         ("prompt", pa.int64()),
         ("cached", pa.int64()),
+        ("terms", pa.string()),
     ],
     metadata={PARQUET_KEY: "1"},
 )
 
 
 def make_row(
-    rollout: RolloutSummary, judged: Reward | Invalid, *, turns: Sequence[TurnView], sign: str = ""
+    rollout: RolloutSummary,
+    judged: Reward | Invalid,
+    *,
+    turns: Sequence[TurnView],
+    sign: str = "",
+    terms: Mapping[str, float | None] = NO_TERMS,
 ) -> EvalRow:
     """Make the row of a rollout from its summary, its reward, and its turns as text.
 
     `judged` is the result of grading. `sign` is the sign of cheating because of which the reward is 0; "" if there is
-    none."""
+    none. `terms`: the values of measured reward terms by name."""
     valid = isinstance(judged, Reward)
     cached = [turn.num_cached for turn in turns if turn.num_cached is not None]
     return EvalRow(
@@ -126,6 +138,7 @@ def make_row(
         tree=to_json(turns).decode(),
         prompt=sum(turn.num_prompt for turn in turns),
         cached=sum(cached) if len(cached) == len(turns) else None,
+        terms=json.dumps(dict(terms), sort_keys=True),
     )
 
 

@@ -18,6 +18,7 @@ from etude.config import ranged
 from etude.errors import InputError, nearest
 from etude.evals.result import EvalResult
 from etude.records.task import Split, Task
+from etude.rewards.config import RewardsConfig
 
 _FOLDER = Path(str(resources.files("etude.evals"))) / "built_in"
 BUILT_IN = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
@@ -37,26 +38,30 @@ class Purpose(enum.StrEnum):
 
 METRICS = (
     *("rate", "low", "high", "best_of_k", "turns_mean", "sampled_mean", "prompt_mean", "cached_share", "cheats"),
-    *("latency_p50_s", "latency_p99_s", "machine_s", "dollars", "dollars_per_solved", "dollars_per_kept"),
+    *("latency_p50_s", "latency_p99_s", "machine_s", "dollars", "dollars_per_solved"),
+    *("dollars_per_solved_task", "judge_dollars"),
     *("num_invalid", "general_bits_per_byte", "general_rise"),
 )
 """The numbers that a gate may name: fields of `EvalResult`, the number of invalid rollouts, the loss on the general
-text in bits per byte, and this loss minus that of the untrained model (`general_rise`)."""
+text in bits per byte, and this loss minus that of the untrained model (`general_rise`). The mean of a reward term of
+the suite has the name "rewards.NAME"."""
+TERMS = "rewards."
+"""Prefix of the names of reward terms, as metrics of gates."""
 
 
 @dataclass(frozen=True)
 class Gate:
     """A bound on one metric of an evaluation, which fails if the metric is out of bounds.
 
-    `metric` is one of `METRICS`. `at_least`, `at_most`: the bounds, both included; None: none. Raises `ValueError` for
-    an unknown metric, or if both bounds are None."""
+    `metric` is one of `METRICS`, or "rewards.NAME". `at_least`, `at_most`: the bounds, both included; None: none.
+    Raises `ValueError` for an unknown metric, or if both bounds are None."""
 
     metric: str
     at_least: float | None = None
     at_most: float | None = None
 
     def __post_init__(self) -> None:
-        if self.metric not in METRICS:
+        if self.metric not in METRICS and not self.metric.startswith(TERMS):
             raise ValueError(f"metric = {self.metric!r} is unknown: {nearest(self.metric, METRICS)}")
         if self.at_least is None and self.at_most is None:
             raise ValueError(f"the gate of {self.metric} has neither at_least nor at_most: set one of them")
@@ -89,6 +94,9 @@ class Suite:
     - `seed`, `temperature`: seed and temperature of the sampling.
     - `prompt`: the system message for models at a URL, and for the prompted baseline (the untrained model with this
       message). "": none.
+    - `rewards`: reward terms that are measured, as in the section `[rewards]` of a run's config. Their means are in the
+      result; the solve rate does not depend on them, nor they on their weights. Paths in them are relative to the
+      working folder.
     - `harness`: settings that replace those of the config's `[harness]`.
     - `general_text`: a text file on which the loss of each checkpoint is measured; its path is relative to the suite's
       file. None: parts of Python's standard library that etude's mid-training never uses."""
@@ -102,6 +110,7 @@ class Suite:
     seed: int = ranged(0, low=0)
     temperature: float = ranged(1.0, low=0.0, high=4.0)
     prompt: str = ""
+    rewards: RewardsConfig = field(default_factory=RewardsConfig)
     harness: Mapping[str, Any] = field(default_factory=dict)
     general_text: Path | None = None
     gates: tuple[Gate, ...] = ()
@@ -111,13 +120,19 @@ class Suite:
             raise ValueError(f"splits = {list(map(str, self.splits))}: name at least one split, and none twice")
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"name = {self.name!r} cannot be the name of a folder, in which results are stored")
+        if self.rewards.audits:
+            raise ValueError("rewards.audits watch a run while it trains: leave them out of a suite")
+        terms = {f"{TERMS}{term.name}" for term in self.rewards.terms}
+        for gate in self.gates:
+            if gate.metric not in METRICS and gate.metric not in terms:
+                raise ValueError(f"metric = {gate.metric!r} is no term of the suite: {nearest(gate.metric, terms)}")
 
     def digest(self, tasks: Sequence[Task]) -> str:
         """Return 16 hex digits that identify what is measured: the settings, and the content of the tasks.
 
         The result depends neither on gates nor on the path of the general text."""
         plain = config.to_plain(self)
-        for key in ("gates", "general_text", "name"):
+        for key in ("gates", "general_text", "name", *(() if self.rewards.terms else ("rewards",))):
             plain.pop(key, None)
         content = json.dumps([plain, [task.task_id for task in tasks]], sort_keys=True, default=str)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -148,11 +163,13 @@ def read_suite(name: str, overrides: Sequence[str] = ()) -> Suite:
 def values_of(
     result: EvalResult, *, general_bits_per_byte: float | None = None, untrained_bits_per_byte: float | None = None
 ) -> dict[str, float | None]:
-    """Return the numbers of a result that a gate may name (`METRICS`); None for those that are unknown.
+    """Return the numbers of a result that a gate may name (`METRICS`); None for those that are unknown. A reward term
+    is unknown if its value for one rollout is.
 
     `general_bits_per_byte`, `untrained_bits_per_byte`: the loss of the model and of the untrained model on the general
     text; None: unknown."""
     found: dict[str, float | None] = {name: getattr(result, name, None) for name in METRICS}
+    found |= {f"{TERMS}{name}": None if one.num_unknown else one.value for name, one in result.terms.items()}
     found["num_invalid"] = float(sum(result.invalid.values()))
     found["general_bits_per_byte"] = general_bits_per_byte
     if general_bits_per_byte is not None and untrained_bits_per_byte is not None:

@@ -26,13 +26,24 @@ from etude.loop.config import RunConfig
 from etude.loop.engine_leases import Lease, borrowed_engines
 from etude.loop.processes import Supervisor
 from etude.loop.rollout_result import RolloutResult
-from etude.loop.rollout_scheduler import composed_reward, counted_signs, grade_and_drop, run_once, siblings
+from etude.loop.rollout_scheduler import (
+    composed_reward,
+    counted_signs,
+    grade_and_drop,
+    grade_rollout,
+    run_once,
+    siblings,
+)
 from etude.loop.run_in_thread import run_in_thread
 from etude.loop.run_processes import RunProcesses, open_processes
+from etude.plugins import Kind, make
 from etude.prices import read_prices
-from etude.records import Outcome, RolloutSpec, Version
+from etude.records import Graded, Outcome, RolloutSpec, Version
+from etude.records.summary import RolloutSummary
 from etude.records.task import Split, Task
 from etude.rewards import Composition
+from etude.rewards.config import TermConfig
+from etude.rewards.judges.terms import GroupJudgeTerm, JudgeTerm
 from etude.rollouts.model_url import Endpoint, write_byte_tokeniser, write_endpoint
 from etude.run import RunFolder
 from etude.scratch import ScratchDirectory
@@ -40,6 +51,8 @@ from etude.seams import TaskSource
 from etude.telemetry import Telemetry
 
 PROGRESS_EVERY_S = 1.0
+AGAIN_S = 1.0
+"""Seconds after which an unknown reward term is measured again for the first time. The wait doubles each time."""
 POLICY = "policy"
 """The name of a run's model in tables of prices."""
 Done = tuple[RolloutResult, Outcome]
@@ -68,6 +81,7 @@ async def evaluate(
     out: Path,
     telemetry: Telemetry,
     price: Price = NO_PRICE,
+    terms: Sequence[TermConfig] = (),
     script: Baseline | None = None,
     each: Each = lambda: None,
 ) -> EvalResult:
@@ -76,18 +90,25 @@ async def evaluate(
     With `script` a scripted agent plays instead. Returns the solve rate and related numbers, and writes them as an
     `eval.result` event. Every rollout is written with its turns as text to the Parquet file `out`, which a repeated
     evaluation replaces. A rollout with signs of cheating counts as not solved. `price`: prices of tokens and machines,
-    from which the costs are computed. `each` is called after every rollout."""
-    began = time.perf_counter()
+    from which the costs are computed. `terms`: reward terms that are measured as well; their means are in the result,
+    and the solve rate does not depend on them. `each` is called after every rollout. Raises `PluginError` for a term
+    that fails."""
+    began, keep = time.perf_counter(), bool(terms)
 
     async def one(spec: RolloutSpec) -> Done:
-        return await run_once(processes, spec) if script is None else await _run_script(processes, spec, script)
+        if script is None:
+            return await run_once(processes, spec, keep=keep)
+        return await _run_script(processes, spec, script, keep=keep)
 
     specs = _specs(tasks, tries, seed=seed, temperature=temperature, pin_step=step)
     done = await run_all(processes, specs, one, name=name, telemetry=telemetry, each=each)
-    rows = [_row(*one, processes.config.composition) for one in done]
-    write_rows(out, rows)
     wall_s = round(time.perf_counter() - began, 3)
-    result = sum_up(rows, name=name, split=split, step=step, wall_s=wall_s, price=price)
+    if terms:
+        done = await _with_terms(processes, terms, done)
+    rows = [_row(*one, processes.config.composition, terms) for one in done]
+    write_rows(out, rows)
+    spent = await asyncio.to_thread(judge_dollars, terms, processes.run)
+    result = sum_up(rows, name=name, split=split, step=step, wall_s=wall_s, price=price, judge_dollars=spent)
     telemetry.event("eval.result", **result.facts())
     return result
 
@@ -105,10 +126,67 @@ def run_price(config: RunConfig) -> Price:
     return price_of(prices, POLICY, gpu=kinds[0] if len(kinds) == 1 else "", num_gpus=num_gpus)
 
 
-def _row(played: RolloutResult, outcome: Outcome, composition: Composition) -> EvalRow:
+async def _with_terms(processes: RunProcesses, terms: Sequence[TermConfig], done: Sequence[Done]) -> list[Done]:
+    """Measure reward terms of finished rollouts, the rollouts of each task together, and delete the rollouts' files."""
+    groups, found = dict[str, list[int]](), list(done)
+    for i, (played, outcome) in enumerate(done):
+        if isinstance(outcome, Graded):
+            groups.setdefault(played.summary.group_id, []).append(i)
+
+    async def measure(rows: Sequence[int]) -> None:
+        graded = [one for i in rows if isinstance(one := done[i][1], Graded)]
+        summaries = [done[i][0].summary for i in rows]
+        for i, one in zip(rows, await _measured(processes, terms, summaries, graded), strict=True):
+            found[i] = (done[i][0], one)
+
+    try:
+        await asyncio.gather(*map(measure, groups.values()))
+    finally:
+        for played, _ in done:
+            processes.files.drop(played.summary)
+    return found
+
+
+async def _measured(
+    processes: RunProcesses, terms: Sequence[TermConfig], summaries: Sequence[RolloutSummary], graded: Sequence[Graded]
+) -> list[Graded]:
+    """Measure reward terms of a group. A value that may be known later is measured again for the term's `retry_s`."""
+    graded, began, pause_s = list(graded), time.monotonic(), AGAIN_S
+    retry_s = {term.name: term.retry_s for term in terms}
+    while True:
+        found = await processes.measure(terms, summaries, graded)
+        graded = [one.with_terms(*(new.term for new in some)) for one, some in zip(graded, found, strict=True)]
+        left_s = [retry_s[new.term.name] + began - time.monotonic() for some in found for new in some if new.retry]
+        if max(left_s, default=0.0) <= 0.0:
+            return graded
+        await asyncio.sleep(min(pause_s, max(left_s)))
+        pause_s *= 2
+
+
+def judge_dollars(terms: Sequence[TermConfig], run: RunFolder) -> float | None:
+    """Return what the judges of reward terms have cost in a run; None if it is unknown, or if no term is a judge."""
+    accounts = dict[tuple[Path, str], float | None]()  # terms may share one
+    for config in terms:
+        term = make(Kind.REWARD, config.kind, where=f"rewards.terms: {config.name}")
+        if isinstance(term, JudgeTerm | GroupJudgeTerm):
+            term.enter(run.path, lambda _: "")
+            name, store = term.judge.account, term.judge.store
+            spent = {one.judge: None if one.unpriced else one.dollars for one in store.accounts()}
+            accounts[store.path, name] = spent.get(name, 0.0)
+            store.close()
+    known = [one for one in accounts.values() if one is not None]
+    return math.fsum(known) if accounts and len(known) == len(accounts) else None
+
+
+def _row(
+    played: RolloutResult, outcome: Outcome, composition: Composition, terms: Sequence[TermConfig] = ()
+) -> EvalRow:
     reward = composed_reward(outcome, composition.without_weights)  # without weighted terms: 1.0 when solved
     signs = counted_signs(played, outcome, reward)
-    return make_row(played.summary, reward, turns=played.turns, sign=str(signs[0]) if signs else "")
+    names = {term.name for term in terms}
+    values = outcome.values if isinstance(outcome, Graded) else {}
+    measured = {name: value for name, value in values.items() if name in names}
+    return make_row(played.summary, reward, turns=played.turns, sign=str(signs[0]) if signs else "", terms=measured)
 
 
 def file_name(name: str, split: Split, step: int) -> str:
@@ -162,9 +240,9 @@ async def baseline(
     return sum_up(rows, name=kind, split=Split.HELDOUT, step=0, wall_s=0.0).rate
 
 
-async def _run_script(processes: RunProcesses, spec: RolloutSpec, kind: Baseline) -> Done:
+async def _run_script(processes: RunProcesses, spec: RolloutSpec, kind: Baseline, *, keep: bool = False) -> Done:
     rollout = await processes.baseline(spec, kind)
-    return rollout, await grade_and_drop(processes, rollout)
+    return rollout, await (grade_rollout if keep else grade_and_drop)(processes, rollout)
 
 
 def tasks_of(source: TaskSource, splits: Sequence[Split], num_tasks: int) -> list[Task]:
@@ -242,7 +320,8 @@ async def evaluate_model(
     version = checkpoint_version(model) if isinstance(model, Path) else None
     config = without_remote_engines(config)
     with ScratchDirectory("eval") as scratch:
-        run = RunFolder.create(scratch / "run", config_toml=to_toml(config), seed=config.seed)
+        # its name is that of the accounts of judges, so that this evaluation has its own
+        run = RunFolder.create(scratch / scratch.name, config_toml=to_toml(config), seed=config.seed)
         telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
         if isinstance(model, Path):
             await run_in_thread(functools.partial(copy_start_checkpoint, model, run, telemetry))
@@ -279,6 +358,7 @@ async def evaluate_model(
                     out=out,
                     telemetry=telemetry,
                     price=price,
+                    terms=config.rewards.terms,
                     script=model if isinstance(model, Baseline) else None,
                     each=each,
                 )

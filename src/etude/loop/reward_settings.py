@@ -84,7 +84,8 @@ class RewardSettings:
         rewards = self.at(step)
         tuned = {name: state.weight for name, state in self.tuned.items()}
         weights, hints = rewards.weights(step, tuned), rewards.hints(step)
-        return replace(self._config.composition, weights=weights, when=rewards.gates, hints=hints)
+        own = self._config.composition
+        return replace(own, weights=weights, when=rewards.gates, hints=hints, charges=rewards.charges)
 
     def recall(self, ledger: Ledger, step: int) -> None:
         """Load the state of self-tuned weights for version step `step` from the ledger into `tuned`."""

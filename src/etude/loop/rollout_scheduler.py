@@ -109,15 +109,15 @@ async def grade_rollout(processes: RunProcesses, rollout: RolloutResult) -> Outc
     return Invalid(boundary=Boundary.GRADER, reason=f"{attempts} graders were lost", evidence=str(error))
 
 
-async def run_once(processes: RunProcesses, spec: RolloutSpec) -> tuple[RolloutResult, Outcome]:
-    """Run and grade a rollout that is not in the ledger, such as one of an evaluation.
+async def run_once(processes: RunProcesses, spec: RolloutSpec, *, keep: bool = False) -> tuple[RolloutResult, Outcome]:
+    """Run and grade a rollout that is not in the ledger, such as one of an evaluation, and delete its file.
 
-    Raises no error if its workers die repeatedly or no engine loads the weights that it requires: the rollout is then
-    invalid."""
+    With `keep` the file stays, and the caller must delete it (`files.drop`). Raises no error if its workers die
+    repeatedly or no engine loads the weights that it requires: the rollout is then invalid."""
     while True:
         try:
             rollout = await processes.rollout(spec, kept=False)
-            return rollout, await grade_and_drop(processes, rollout)
+            return rollout, await (grade_rollout if keep else grade_and_drop)(processes, rollout)
         except (ProcessLost, DeadlineExceeded, EngineBehind) as error:
             if spec.attempt + 1 >= processes.config.experience.max_attempts:
                 boundary = Boundary.PROVIDER if isinstance(error, EngineBehind) else Boundary.WORKER

@@ -33,7 +33,7 @@ URL_TURN_TOKENS = 4096
 GENERAL_CHARS = 16_384
 """Length in characters of the default general text, on which the loss of a checkpoint is measured."""
 MOST_COMPARED = 20_000
-"""The most training tasks of an endless source that are compared with a suite."""
+"""The most training tasks of an endless source that are compared with a suite: the last ones that RL has admitted."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,8 @@ def config_for(suite: Suite, given: Mapping[str, Any], subject: Subject, *, sour
         plain["tasks"] = {**plain.get("tasks", {}), "source": source}
     plain["tasks"] = {**plain.get("tasks", {}), "canaries": 0.0}
     plain["seed"] = suite.seed
+    plain["rewards"] = to_plain(suite.rewards)
+    plain["experience"] = {**plain.get("experience", {}), "min_group_size": 0}  # evaluations have no stages
     is_url, in_bytes = isinstance(subject.model, Endpoint), isinstance(subject.model, Endpoint | Baseline)
     if (is_url or subject.prompted) and suite.prompt:
         harness["prompt"] = suite.prompt
@@ -138,18 +140,22 @@ def suite_tasks(suite: Suite, config: RunConfig) -> list[Task]:
     return tasks
 
 
-def refuse_trained(suite: Suite, tasks: Sequence[Task], run: RunFolder) -> None:
-    """Check that a run has not trained on tasks of a suite. Raises `SuiteRefused` with their number and one of them.
+def refuse_trained(suite: Suite, tasks: Sequence[Task], run: RunFolder) -> int:
+    """Check that a run has not trained on tasks of a suite.
 
     It compares digests and problems of the suite's tasks with those of the run's training tasks. These are all training
-    tasks of a source with a fixed number of tasks; of an endless source, those that RL has admitted. Every task in the
-    training split of the run's own source counts as trained on, since mid-training may use it."""
+    tasks of a source with a fixed number of tasks; of an endless source, the last `MOST_COMPARED` that RL has admitted.
+    Every task in the training split of the run's own source counts as trained on, since mid-training may use it.
+
+    Returns the number of training tasks that were not compared. Raises `SuiteRefused` with the number of tasks that the
+    run was trained on, and one of them."""
     config = read_config(run)
     own = open_tasks(config, canaries=False)
     size = own.size(Split.TRAIN)
-    count = size if size is not None else min(_admitted(run), MOST_COMPARED)
+    count = size if size is not None else _admitted(run)
+    num_left = 0 if size is not None else max(0, count - MOST_COMPARED)
     trained, problems = set[str](), set[str]()
-    for index in range(count):
+    for index in range(num_left, count):
         task = own.task(Split.TRAIN, index)
         trained.add(task.task_id)
         problems |= {task.problem} - {""}
@@ -163,6 +169,7 @@ def refuse_trained(suite: Suite, tasks: Sequence[Task], run: RunFolder) -> None:
             f"one of them is {first.split} task {first.index} ({first.task_id})",
             hint="evaluate on splits that are never trained on: heldout, validation or transfer",
         )
+    return num_left
 
 
 def check_suite(name: str, run: RunFolder) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from etude.errors import EtudeError
 from etude.records.reward import GRADE, K1, SIGNS, SIGNS_IF_REWARDED, SUBMITTED, Hint, Reward, Term
 from etude.records.rollout import Graded
+
+MOST_CHARGED = 0.9
+"""The largest sum that `Composition.charges` take from a rollout, as a share of its grade."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,10 @@ class Composition:
     counts only for rollouts in which another term, the gate, is above 0. Two further gates can remove a reward: whether
     the agent submitted (used if `require_submit`), and whether it cheated (used if `quarantine`). If such a gate is not
     passed, a positive reward becomes 0 and a negative one stays, so that neither stopping early nor cheating pays.
+
+    Terms in `charges` charge for work, such as `effort`. Together they take at most 0.9 of the grade of a solved
+    rollout, so that it keeps more than one that gave up early, and at most 0.9 from a failed one. Beyond that, all
+    charges of the rollout are reduced by the same factor. The bound depends on no sibling.
 
     Then the penalty kl · k1 is subtracted, where k1 = Σ log π − log π_ref over the sampled tokens estimates KL(policy ‖
     reference). It is part of the reward because k1 as a loss would have an expected gradient of 0. A term that was not
@@ -33,6 +40,7 @@ class Composition:
     weights: Mapping[str, float] = field(default_factory=dict)  # of the terms other than the grade, by name
     when: Mapping[str, str] = field(default_factory=dict)  # name of a term → name of its gate
     hints: Mapping[str, float] = field(default_factory=dict)  # name of a term → weight of the credit of its hints
+    charges: Collection[str] = ()  # names of the terms that charge for work, with or without a weight
 
     def of(self, graded: Graded) -> Reward:
         """Return the reward of one graded rollout, as if it were alone in its group. For a group use `rewards`."""
@@ -42,7 +50,7 @@ class Composition:
     def without_weights(self) -> Composition:
         """A copy without weighted terms and KL penalty, for evaluations: the reward is the grade, or 0 if a gate is not
         passed."""
-        return replace(self, weights={}, when={}, hints={}, kl=0.0)
+        return replace(self, weights={}, when={}, hints={}, charges=(), kl=0.0)
 
     def rewards(self, siblings: Sequence[Sequence[Term]]) -> list[Reward]:
         """Return the rewards of the rollouts of one group, given the terms of each rollout.
@@ -104,11 +112,15 @@ class Composition:
 
     def _reward(self, terms: Mapping[str, Term], missing: tuple[str, ...]) -> Reward:
         raw, reason, gates, turns = _value(terms[GRADE]), terms[GRADE].evidence, list[str](), dict[int, float]()
-        for name, weight in self.weights.items():
-            if name not in missing and self.counts(name, terms):
-                raw += weight * _value(terms[name])
-                for turn, part in terms[name].turns:
-                    turns[turn] = turns.get(turn, 0.0) + weight * part
+        counted = {name: one for name, one in self.weights.items() if name not in missing and self.counts(name, terms)}
+        charged = -math.fsum(weight * _value(terms[name]) for name, weight in counted.items() if name in self.charges)
+        most = MOST_CHARGED * (raw if raw > 0.0 else 1.0)
+        for name, weight in counted.items():
+            if charged > most and name in self.charges:
+                weight *= most / charged
+            raw += weight * _value(terms[name])
+            for turn, part in terms[name].turns:
+                turns[turn] = turns.get(turn, 0.0) + weight * part
         earned = raw
         submitted = terms.get(SUBMITTED)
         if self.require_submit and submitted is not None and not submitted.value:

@@ -26,6 +26,8 @@ TERMS: Mapping[str, str] = MappingProxyType(
     }
 )
 """The import paths of the built-in terms, by name."""
+CHARGES = frozenset(name for kind in TERMS if kind != "judge" for name in (kind, TERMS[kind]))
+"""The names and import paths of the terms that charge for work: all built-in terms but the judge."""
 
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -152,6 +154,26 @@ class RewardsConfig:
     def hints(self, step: int) -> Mapping[str, float]:
         """Return the weight of each term's hints at version step `step`, by name. Weights of 0 are left out."""
         return {term.name: term.hints for term in self.terms if term.hints and term.from_step <= step}
+
+    @property
+    def charges(self) -> tuple[str, ...]:
+        """The names of the terms that charge for work: effort and the process terms (`Composition.charges`)."""
+        return tuple(one.name for one in self.terms if one.kind.path in CHARGES)
+
+    @property
+    def beside_grades(self) -> tuple[str, ...]:
+        """The names of the terms with a weight that may tell apart rollouts which a grader did not solve.
+
+        They neither charge for work nor have a gate, or a gate of a gate, that a grader measures."""
+        return tuple(
+            one.name for one in self.terms if one.weight and one.name not in self.charges and not self._graded(one)
+        )
+
+    def _graded(self, term: TermConfig) -> bool:
+        gate, gates = term.when, self.gates
+        while gate in gates:
+            gate = gates[gate]
+        return gate in (GRADE, *MEASURES) or gate.startswith(VERIFIERS)
 
     @property
     def gates(self) -> Mapping[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from benchmarks.evals import coverage
@@ -14,7 +15,7 @@ from tests.unit.evals.test_evals import row
 
 from etude.evals import EvalRow
 from etude.evals.curves import Effect, best_of, compare_curves, curve_points, pass_at_k, pass_curve, reward_curve
-from etude.evals.intervals import clustered_rate, crossed_difference, crossed_rate, paired_difference
+from etude.evals.intervals import clustered_rate, crossed_difference, crossed_rate, paired_difference, wilson
 
 
 @given(st.integers(1, 9), st.data())
@@ -100,10 +101,28 @@ def near(found: float, draws: int) -> bool:
 
 def test_intervals_hold_the_truth_in_95_of_100_simulated_suites() -> None:
     small = coverage.Kind("40 problems, 1 to 8 variants", 40, (1, 1, 2, 4, 8), 1, 0.5)
-    assert near(coverage.rates(150, small, peers=False)["clustered"], 150)
-    assert near(coverage.pairs(150, small), 150)
-    assert all(near(found, 100) for found in coverage.curve(100, coverage.KINDS[-1]).values())
+    assert near(coverage.rates(150, small, coverage.MIDDLE, peers=False)["clustered"], 150)
+    assert near(coverage.pairs(150, small, coverage.MIDDLE), 150)
+    assert all(near(found, 100) for found in coverage.curve(100, replace(small, tries=4), coverage.MIDDLE).values())
     assert near(coverage.gains(150, 3, 0.6), 150)
+
+
+@pytest.mark.parametrize("kind", [coverage.Kind("22", 22, (1,), 23, 0.3), coverage.Kind("40", 40, (4,), 4, 0.5)])
+@pytest.mark.parametrize("band", ["0.9 to 0.99", "0.01 to 0.1"])
+def test_intervals_hold_the_truth_also_where_few_problems_fail_or_are_solved(kind: coverage.Kind, band: str) -> None:
+    found = coverage.rates(600, kind, coverage.BANDS[band], peers=False)
+    assert near(found["clustered"], 600), found
+    problems_alone = wilson(0.95 * kind.problems, kind.problems)  # as if all results of a problem were equal
+    assert found["width"] < 1.1 * (problems_alone.high - problems_alone.low), found
+
+
+def test_more_failures_of_the_same_problem_say_little_and_results_near_1_stay_sharp() -> None:
+    problems = [i // 16 for i in range(640)]
+    none, one, whole = (clustered_rate([0.0] * k + [1.0] * (640 - k), problems) for k in (0, 1, 16))
+    assert none.low > 0.9
+    assert none.high == 1.0
+    assert whole.low < one.low < 0.95  # one failure does not show that no problem fails often
+    assert 0.999 < one.high < 1.0
 
 
 def test_the_interval_of_a_recipe_holds_the_truth_also_where_three_seeds_differ_much() -> None:

@@ -14,6 +14,7 @@ from etude.errors import ConfigError, InputError, StoreError
 from etude.evals import EvalRow, evaluate, read_rows, write_rows
 from etude.evals.costs import NO_PRICE, Price, cost, price_of, quantile
 from etude.evals.records import EvalRecord, gate_reports, read_record, read_records, record_path, write_record
+from etude.evals.result import TermMean
 from etude.evals.suites import BUILT_IN, METRICS, Gate, Purpose, read_suite, values_of
 from etude.prices import Prices, TokenPrices
 from etude.records.task import Split
@@ -90,15 +91,60 @@ def played(solved: int, n: int, **facts: object) -> list[EvalRow]:
 PRICE = Price(machine_second=0.001, tokens=TokenPrices(input=2.0, cached_input=0.5, output=10.0))
 
 
-def test_dollars_are_those_of_tokens_and_machines_by_solved_rollouts_and_by_kept_changes() -> None:
+def test_dollars_are_those_of_tokens_and_machines_by_solved_rollouts_and_by_solved_tasks() -> None:
     rows = played(6, 8)  # three tasks solved twice, one never
     each = (600 * 2.0 + 400 * 0.5 + 20 * 10.0) / 1e6 + 0.5 * 0.001
     found = evaluate(rows, name="a", split="heldout", step=0, wall_s=9.0, price=PRICE)
     assert found.dollars == pytest.approx(8 * each)
     assert found.dollars_per_solved == pytest.approx(8 * each / 6)
-    assert found.dollars_per_kept == pytest.approx(8 * each / 3)
+    assert found.dollars_per_solved_task == pytest.approx(8 * each / 3)
     assert (found.prompt_mean, found.cached_share, found.machine_s) == (1000.0, 0.4, 4.0)
     assert evaluate(played(0, 8), name="a", split="", step=0, wall_s=9.0, price=PRICE).dollars_per_solved is None
+
+
+TERMS = """
+[[rewards.terms]]
+name = "tone"
+kind = "my_package.rewards:Tone"
+
+[[gates]]
+metric = "rewards.tone"
+at_least = 0.6
+"""
+
+
+def test_a_suites_terms_have_means_with_intervals_that_gates_may_bound_and_unknown_passes_none(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(SUITE + TERMS)
+    suite = read_suite(str(path))
+
+    def gate(rows: list[EvalRow]) -> tuple[TermMean, str]:
+        result = evaluate(rows, name="a", split="", step=0, wall_s=1.0)
+        return result.terms["tone"], gate_reports(suite, values_of(result))[-1].failure
+
+    rows = [replace(one, terms=f'{{"tone": {0.5 + i / 14}}}') for i, one in enumerate(played(6, 8))]
+    mean, failure = gate(rows)
+    assert (mean.value, mean.num_known, failure) == (pytest.approx(0.75), 8, "")
+    assert mean.low is not None
+    assert mean.high is not None
+    assert 0.3 < mean.low < 0.6 < 0.9 < mean.high < 1.0
+    mean, failure = gate([replace(rows[0], terms='{"tone": null}'), *rows[1:]])
+    assert (mean.num_known, mean.num_unknown, failure) == (7, 1, "rewards.tone is unknown")
+    mean, failure = gate([replace(one, terms='{"tone": -2.5}') for one in rows])
+    assert (mean.value, mean.low, failure) == (-2.5, -2.5, "rewards.tone = -2.5, must be at least 0.6")
+    mean, _ = gate([replace(rows[0], terms='{"tone": -2.5}')])
+    assert (mean.value, mean.low, mean.high) == (-2.5, None, None), "one problem has no interval"
+    assert evaluate(rows, name="a", split="", step=0, wall_s=1.0).rate == 0.75
+
+
+def test_a_gate_on_a_term_that_the_suite_does_not_measure_and_audits_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(SUITE + TERMS.replace('"rewards.tone"', '"rewards.tune"'))
+    with pytest.raises(ConfigError, match=r"did you mean 'rewards\.tone'"):
+        read_suite(str(path))
+    path.write_text(SUITE + TERMS + '[[rewards.audits]]\nterm = "tone"\nby = "grade"\n')
+    with pytest.raises(ConfigError, match="leave them out of a suite"):
+        read_suite(str(path))
 
 
 def test_what_is_unknown_is_never_0() -> None:

@@ -52,6 +52,17 @@ def test_settings_that_differ_from_the_config_and_the_last_change_are_a_change(
     assert RewardSettings(run, config).composition(1).weights == {"brief": 0.25}
 
 
+def test_effort_and_process_terms_charge_for_work_by_name_or_path_and_with_any_weight(tmp_path: Path) -> None:
+    kinds = {"a": "effort", "b": "etude.rewards.process:RepeatedReads", "c": "judge"}
+    settings = {"rubric": "facts.toml", "url": "http://localhost/v1", "model": "m"}
+    terms = [
+        {"name": n, "kind": {"kind": k} | (settings if k == "judge" else {}), "weight": 0.0} for n, k in kinds.items()
+    ]
+    config = build(RunConfig, {"rewards": {"terms": [*terms, *given(0.5)["rewards"]["terms"]]}})
+    folder = RunFolder.create(tmp_path / "charged", config_toml=to_toml(config), seed=0, given={})
+    assert RewardSettings(folder, config).composition(1).charges == ("a", "b")
+
+
 def test_rewards_that_do_not_fit_the_loss_of_the_run_are_refused(tmp_path: Path) -> None:
     pairs = {"learner": {"policy_loss": "dpo"}, "experience": {"credit": "all-pairs"}}
     folder = RunFolder.create(tmp_path / "r", config_toml=to_toml(build(RunConfig, pairs)), seed=0, given=leaves(pairs))

@@ -181,6 +181,19 @@ def test_an_engine_that_cannot_compute_as_the_run_asks_is_refused(numerics: dict
     assert build(RunConfig, {"fleet": fleet, "numerics": {"mode": "native"}}).max_running == 96
 
 
+def test_a_reward_that_grades_do_not_show_is_refused_where_grades_decide_whether_a_group_goes_on() -> None:
+    own, effort = {"name": "tone", "kind": "examples.plugins.rewards:FewTurns"}, {"name": "effort", "kind": "effort"}
+    staged = {"experience": {"min_group_size": 2}}
+    with pytest.raises(ConfigError, match="min_group_size decides by grades alone") as caught:
+        build(RunConfig, staged | {"rewards": {"terms": [effort, own]}})
+    assert "'tone' counts where all grades are equal" in caught.value.facts
+    gated = [own | {"when": "submitted"}, own | {"name": "b", "when": "c"}, own | {"name": "c", "weight": 0.0}]
+    assert build(RunConfig, {"rewards": {"terms": gated}}).rewards.beside_grades == ("tone", "b")
+    gate = own | {"name": "gate", "weight": 0.0, "when": "tests"}
+    for terms in ([own | {"weight": 0.0}], [own | {"when": "grade"}], [gate, own | {"when": "gate"}]):
+        assert build(RunConfig, staged | {"rewards": {"terms": [effort, *terms]}}).experience.min_group_size == 2
+
+
 @pytest.mark.parametrize(
     ("given", "hint"),
     [

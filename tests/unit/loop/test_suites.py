@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from etude.config import to_plain, to_toml
+from etude.config import build, to_plain, to_toml
 from etude.errors import ConfigError, SuiteRefused
 from etude.evals.costs import NO_PRICE
-from etude.evals.suites import Suite, read_suite
+from etude.evals.suites import BUILT_IN, Suite, read_suite
 from etude.experience import Ledger
 from etude.loop.config import EvalsConfig, RunConfig
 from etude.loop.evaluation import Baseline, RunEngines, run_price
@@ -92,6 +92,48 @@ def test_of_an_endless_source_what_rl_has_admitted_and_its_training_split_are_re
         refuse_trained(suite, [moved, *tasks[1:]], run)
     with pytest.raises(SuiteRefused, match="40 of 40 tasks"):
         refuse_trained(suite, trained, run)
+
+
+def test_training_tasks_that_are_too_many_to_be_compared_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, own = made(tmp_path / "r", "repair"), read_suite("own")
+    place = ledger_location(run)
+    assert isinstance(place, Path)
+    with contextlib.closing(Ledger(place, capacity=4)) as ledger:
+        ledger.move_cursor(Split.TRAIN, 30)
+    suite, tasks = tasks_in(own, run, num_tasks=4)
+    assert refuse_trained(suite, tasks, run) == 0
+    monkeypatch.setattr("etude.loop.suites.MOST_COMPARED", 20)
+    _, trained = tasks_in(own, run, splits='["train"]', num_tasks=30)
+    moved = [msgspec.structs.replace(one, split=Split.HELDOUT, source="elsewhere") for one in trained]
+    assert refuse_trained(suite, [*tasks, *moved[:7]], run) == 10
+    with pytest.raises(SuiteRefused, match="1 of 5 tasks"):
+        refuse_trained(suite, [*tasks, moved[10]], run)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_suite_has_a_prompt_for_the_prompted_baseline_and_models_at_a_url(
+    name: str, tmp_path: Path
+) -> None:
+    suite, run = read_suite(name), made(tmp_path / "r", "repair")
+    (run / "checkpoints" / "final").mkdir()
+    models = subjects_of(run.path, label="", beside=True, prompt=suite.prompt)
+    prompts = [config_for(suite, settings_of(run), one, source="repair").harness.prompt for one in models]
+    assert [bool(one) for one in prompts] == [False, False, True]
+    at_url = config_for(suite, settings_of(run), Subject("b", ENDPOINT), source="repair").harness
+    assert at_url.prompt == prompts[2] == suite.prompt
+    assert "submit" in suite.prompt
+    assert "submit" in at_url.tools
+
+
+def test_the_terms_of_a_suite_replace_those_of_the_run_and_need_no_stages(tmp_path: Path) -> None:
+    terms = {"terms": [{"name": "tone", "kind": "examples.plugins.rewards:FewTurns"}]}
+    given = to_plain(RunConfig()) | {"rewards": {"terms": [{"name": "reads", "kind": "repeated-reads"}]}}
+    given["experience"] = {**given["experience"], "min_group_size": 2}
+    suite = build(Suite, {"name": "x", "purpose": "correctness", "rewards": terms})
+    assert [one.name for one in config_for(suite, given, Subject("a", tmp_path)).rewards.terms] == ["tone"]
+    assert config_for(read_suite("repair"), given, Subject("a", tmp_path)).rewards.terms == ()
 
 
 def test_a_suite_replaces_tasks_limits_and_seed_and_a_url_its_limits_of_tokens(tmp_path: Path) -> None:

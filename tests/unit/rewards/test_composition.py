@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from etude.records.reward import K1, SIGNS, SIGNS_IF_REWARDED, SUBMITTED, Term
 from etude.records.task import Trust
 from etude.records.wire import pack, unpack
 from etude.rewards import DEFAULT_COMPOSITION, Composition
+from etude.rewards.composition import MOST_CHARGED
 
 ALL = (SUBMITTED, SIGNS, SIGNS_IF_REWARDED, K1)
 
@@ -88,6 +90,32 @@ def test_a_weighted_term_counts_where_every_sibling_has_a_known_value_of_one_ver
     assert rewards(how, [a, b], [a, unknown]) == [(2.0, ("b",))] * 2
     assert rewards(how, [a], [a]) == [(2.0, ("b",))] * 2
     assert how.without_weights.of(graded(0.5).with_terms(a, b)).value == 0.5
+
+
+values = st.dictionaries(st.sampled_from(["effort", "reads", "calls"]), st.floats(-1e6, 0), min_size=1)
+CHARGING = Composition(weights={"effort": 1.0, "reads": 0.25, "calls": 0.05}, charges=("effort", "reads", "calls"))
+
+
+@given(st.floats(0.01, 1), values, values)
+def test_whatever_a_solved_rollout_is_charged_it_keeps_more_than_a_failed_one(
+    grade: float, solved: dict[str, float], failed: dict[str, float]
+) -> None:
+    bare = dict.fromkeys(CHARGING.weights, 0.0)
+    kept = value(grade, CHARGING, **bare | solved)
+    assert kept >= (1 - MOST_CHARGED) * grade * (1 - 1e-9) > 0.0
+    assert 0.0 >= value(0.0, CHARGING, **bare | failed) >= -MOST_CHARGED * (1 + 1e-9)
+
+
+def test_charges_beyond_the_bound_are_reduced_alike_and_those_within_it_to_no_bit() -> None:
+    reads = Term(name="reads", value=-2.0, turns=((1, -1.0), (4, -1.0)))
+    terms = graded(1.0, effort=-0.7, calls=0.0, tone=0.5).with_terms(reads)
+    how = replace(CHARGING, weights={**CHARGING.weights, "tone": 0.5})
+    reward = how.of(terms)
+    assert reward.value == pytest.approx(0.1 + 0.25)
+    assert dict(reward.turns) == pytest.approx(dict.fromkeys((1, 4), -0.25 * 0.9 / 1.2))
+    within, unbounded = graded(1.0, effort=-0.3, reads=-1.0, calls=-1.0), replace(CHARGING, charges=())
+    assert CHARGING.of(within) == unbounded.of(within)
+    assert unbounded.of(terms).value < 0.0
 
 
 @pytest.mark.parametrize(("name", "how"), [("k1", Composition(kl=0.1)), ("a", Composition(weights={"a": 1.0}))])
