@@ -147,7 +147,7 @@ class Attribution:
             if known.key != key:
                 what = "the Idempotency-Key is that of an earlier request with another model, conversation or limit"
                 hint = "send a new key with each new request, and the same key only with the same request"
-                raise RequestRefused(422, f"{what}\n  hint: {hint}", code="idempotency_key_reused")
+                raise RequestRefused(422, what, hint=hint, code="idempotency_key_reused")
             return known
         equal = [one for one in self._by_key.get(key, ()) if not one.delivered]
         lost = next((one for one in equal if not one.num_clients), None)  # nobody waits for it any more
