@@ -10,46 +10,31 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from etude.environments.memory import MemoryRuntime
 from etude.harness import ChatFormat, HarnessConfig
-from etude.records import Graded, RolloutSpec
-from etude.records.task import Case, Split, Trust
+from etude.records import Answer, Graded, RolloutSpec
+from etude.records.task import Split
 from etude.rewards.judges.calibration import Half, half_of
 from etude.rewards.judges.evidence import Evidence, Section
 from etude.rewards.judges.rubrics import Aspect
-from etude.rewards.judges.tuning import row_of
+from etude.rewards.judges.tuning import label_of, row_of
 from etude.rollouts import run_rollout
 from etude.rollouts.scripted import ScriptedPolicy
 from etude.tasks import RepairSource
 from etude.tasks.repair.functions import MISSING, TRANSFER_TEMPLATES, Body, Function
 from etude.tasks.repair.problem import Problem, line_of, task_of
 from etude.tasks.scripts import Script
+from etude.testing import FakeGrader
 
 FIRST_INDEX = 10_000_000
 """Index of the first task, far from those of mid-training and RL."""
 RIGHT_BODY, RIGHT_FILE = 0.6, 0.7
 """Shares: of edits with the right body; of edits in the file that the tests named, where they were run."""
-
-
-def passes(files: Mapping[str, str], cases: Sequence[Case]) -> bool:
-    """Whether all hidden cases pass: equal type and value. The texts are those of this module's scripts."""
-    spaces: dict[str, dict[str, Any]] = {}
-    for path, text in files.items():
-        exec(text, spaces.setdefault(path.removesuffix(".py"), {}))  # noqa: S102
-    for case in cases:
-        try:
-            found = spaces[case.module][case.function](*json.loads(json.dumps(case.args)))
-        except (TypeError, ValueError, IndexError, ZeroDivisionError, AttributeError):
-            return False
-        if type(found) is not type(case.expected) or found != case.expected:
-            return False
-    return True
 
 
 def wrong_body(function: Function, draw: random.Random) -> Body:
@@ -94,15 +79,15 @@ def attempt(problem: Problem, draw: random.Random, *, tested: float) -> Script:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What a judge sees of an attempt, whether it is solved, and the function that was to be repaired."""
+    """What a judge sees of an attempt, its grade, and the function that was to be repaired."""
 
     work: Evidence
-    solved: bool
+    graded: Graded
     function: str
 
     def row(self, aspect: Aspect) -> dict[str, Any]:
         """The attempt as a line of a file of labels."""
-        return row_of(aspect, self.work, int(self.solved), group=self.function)
+        return row_of(aspect, self.work, label_of(aspect, self.graded), group=self.function)
 
 
 def attempts(
@@ -129,16 +114,16 @@ def attempts(
 
 
 async def _played(scripts: Iterable[tuple[Problem, Script]], split: Split, chat: ChatFormat) -> list[Attempt]:
-    found, runtime = list[Attempt](), MemoryRuntime()
-    unused = Graded.of(0.0, trust=Trust.DATA, reason="not part of the evidence")
+    found, runtime, grader = list[Attempt](), MemoryRuntime(), FakeGrader()
     for number, (problem, script) in enumerate(scripts):
-        task = task_of(problem, split, number)
-        name = f"g{number}"
+        task, name = task_of(problem, split, number), f"g{number}"
         spec = RolloutSpec(rollout_id=f"{name}.0", group_id=name, attempt=0, task=task, seed=0, temperature=1.0)
         policy = ScriptedPolicy(script, chat)
         rollout = await run_rollout(spec, runtime=runtime, policy=policy, chat=chat, harness=HarnessConfig())
-        work = Evidence.of_rollout(rollout, unused, (Section.TRACE,), readable=chat.readable)
-        files = {path: data.decode() for path, data in rollout.exports.items()}
-        found.append(Attempt(work, passes(files, problem.hidden), problem.function.key))
+        answer = Answer(reference=problem.reference(), cases=problem.hidden)
+        graded = await grader.grade(task, answer, rollout.exports)
+        assert isinstance(graded, Graded)
+        work = Evidence.of_rollout(rollout, graded, (Section.TRACE,), readable=chat.readable)
+        found.append(Attempt(work, graded, problem.function.key))
     await runtime.close()
     return found

@@ -247,7 +247,8 @@ def measured(
             etude("judge", "tune", str(folder / "tuning.jsonl"), *flags)
         row: dict[str, Any] = {"seed": seed, "tuning_s": round(time.perf_counter() - began, 1), "sets": {}}
         used = clusters(folder / "tuning.jsonl", Half.TUNE)
-        row |= {"functions": len(used), "solved_in_tuning": round(float(np.mean([one.solved for one in known])), 4)}
+        solved_in_tuning = round(float(np.mean([one.graded.grade for one in known])), 4)
+        row |= {"functions": len(used), "solved_in_tuning": solved_in_tuning}
         with serving(out) as url:
             settings(folder, url, seed, tokens, lr)
             for title in (*tests, "rollouts"):
