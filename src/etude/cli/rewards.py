@@ -28,6 +28,7 @@ from etude.loop.hint_format import hint_format
 from etude.loop.locations import traces_folder
 from etude.loop.reward_settings import RewardChange, RewardSettings, changing, record_change
 from etude.plugins import Kind, make
+from etude.production.episodes import SIMULATED, SOURCE
 from etude.records import Graded
 from etude.records.reward import BUILT_IN, Term
 from etude.rewards import Composition
@@ -362,7 +363,8 @@ def _siblings(
     settings = RewardSettings(run, config)
     if step is not None:
         rewards, rollouts = read_outcomes(trace_path(traces_folder(run), step))
-        composition = recorded_composition(rewards, settings.composition(step))
+        simulated = rewards.get(SIMULATED) if not group_id.startswith(SOURCE) else None
+        composition = recorded_composition(simulated or rewards, settings.composition(step))
         return step, [one for one in rollouts if one.group_id == group_id], composition
     next_step = max(ledger.steps(), default=0) + 1
     settings.recall(ledger, next_step)
