@@ -1,4 +1,4 @@
-"""What the effort term buys: sampled tokens of a rollout, at an equal solve rate; and whether giving up early pays.
+"""What the effort term buys: sampled tokens of a rollout, at an equal solve rate.
 
 The policy of `wordy.toml` says what it is going to do before each call, since its demonstrations do. All seeds share
 one mid-trained checkpoint. A `start` of each seed is trained from it by RL on the grade alone. From there two runs
@@ -7,10 +7,7 @@ weight tunes itself to `--target` of the tokens that solved rollouts took in the
 the same held-out tasks. Reported: sampled tokens per rollout, `effort` ÷ `plain`, and the difference of the solve
 rates, over the seeds, with 95 % intervals.
 
-Two more runs begin at the mid-trained checkpoint, where most rollouts fail, so that giving up is tempting: `charged`
-with the effort term at its full weight from the first step, and `length` with the same cost charged to every rollout,
-solved or not. Reported: the shares of rollouts that were solved, and that were submitted without an edit, in the last
-steps.
+Whether giving up early pays is measured by `benchmarks.rewards.surrender`.
 
 `python -m benchmarks.rewards.effort [--seeds 0 1 2] [--ways plain effort] [--most RUNS]`
 Minutes a run on one core. Rows are kept in `runs/`, so it goes on where it broke off; `--most 0` reports them.
@@ -43,8 +40,6 @@ SHORT = ("rl.steps=1", "evals.heldout_tasks=16", "evals.baseline_tasks=1")
 """Settings of the run that makes the mid-trained checkpoint."""
 START = "start"
 COMPARED = ("plain", "effort")
-TEMPTED = ("charged", "length")
-KINDS = {"effort": "effort", "charged": "effort", "length": "benchmarks.rewards.wordy:LengthPenalty"}
 WATCHED = '{name = "gave_up", weight = 0.0, kind = "benchmarks.rewards.wordy:GaveUp"}'
 COST = "k = 0.02, limit = 96.0, tool_output = 0.0, call = 0.0, turn = 0.0"
 """The price is that of sampled tokens alone, since these are what is compared."""
@@ -57,9 +52,8 @@ Row = dict[str, Any]
 def one(way: str, seed: int, checkpoint: Path, steps: int, heldout: int, target: float, weight: float) -> Row:
     """Train and, where two ways are compared, evaluate: a run's numbers."""
     terms = [WATCHED]
-    if way in KINDS:
-        tuned = f"target = {target}, " if way == "effort" else ""
-        terms.append(f'{{name = "cost", weight = {weight}, {tuned}kind = {{kind = "{KINDS[way]}", {COST}}}}}')
+    if way == "effort":
+        terms.append(f'{{name = "cost", weight = {weight}, target = {target}, kind = {{kind = "effort", {COST}}}}}')
     settings = [
         f"start={checkpoint.resolve()}",
         f"seed={seed}",
@@ -100,7 +94,7 @@ def outcomes(folder: Path, step: int) -> list[Graded]:
 
 
 def result(rows: list[Row]) -> Row:
-    """Tokens and solve rates of `effort` against `plain`, and what the tempted runs ended with, over the seeds."""
+    """Tokens and solve rates of `effort` against `plain`, over the seeds."""
     found: Row = {}
     if both := _paired(rows, COMPARED):
         tokens = {way: [pair[way]["sampled_mean"] for pair in both] for way in COMPARED}
@@ -119,11 +113,6 @@ def result(rows: list[Row]) -> Row:
             "tokens_effort_over_plain": found["tokens_effort_over_plain"]["ratio"] <= GOAL["tokens_effort_over_plain"],
             "rate_lower_by": found["rate_lower_by"]["mean"] <= GOAL["rate_lower_by"],
         }
-    if tempted := _paired(rows, TEMPTED):
-        numbers = ("solved_last", "gave_up_last")
-        found["tempted"] = {
-            way: {name: mean([pair[way][name] for pair in tempted]) for name in numbers} for way in TEMPTED
-        } | {"seeds": len(tempted)}
     return found | {"rows": rows}
 
 
@@ -136,10 +125,9 @@ def _paired(rows: list[Row], ways: tuple[str, ...]) -> list[dict[str, Row]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--ways", nargs="+", choices=[*COMPARED, *TEMPTED], default=[*COMPARED, *TEMPTED])
+    parser.add_argument("--ways", nargs="+", choices=COMPARED, default=[*COMPARED])
     parser.add_argument("--start-steps", type=int, default=25, help="of a start")
     parser.add_argument("--steps", type=int, default=25, help="of the two runs from a start")
-    parser.add_argument("--tempted-steps", type=int, default=15, help="of the two from the mid-trained checkpoint")
     parser.add_argument("--heldout", type=int, default=512)
     parser.add_argument("--target", type=float, default=0.5, help="share of the first step's tokens")
     parser.add_argument("--weight", type=float, default=0.8, help="the largest weight")
@@ -152,8 +140,7 @@ def main() -> None:
         return next((row for row in state["rows"] if (row["way"], row["seed"]) == (way, seed)), None)
 
     num_steps = {START: args.start_steps, **dict.fromkeys(COMPARED, args.steps)}
-    num_steps |= dict.fromkeys(TEMPTED, args.tempted_steps)
-    order = [(way, seed) for ways in ((START, *COMPARED), TEMPTED) for seed in args.seeds for way in ways]
+    order = [(way, seed) for seed in args.seeds for way in (START, *COMPARED)]
     wanted = [(way, seed) for way, seed in order if way in (START, *args.ways) and made(way, seed) is None]
     for way, seed in wanted[: args.most]:
         if not state["mid"]:
@@ -164,7 +151,7 @@ def main() -> None:
             checkpoint = Path(start["folder"]) / "checkpoints" / f"step-{args.start_steps:06d}"
         state["rows"].append(one(way, seed, checkpoint, num_steps[way], args.heldout, args.target, args.weight))
         kept.write_text(json.dumps(state))
-    names = ("start_steps", "steps", "tempted_steps", "target", "weight")
+    names = ("start_steps", "steps", "target", "weight")
     settings = {"config": CONFIG.name, "cost": COST, **{name: getattr(args, name) for name in names}}
     rows = [{name: value for name, value in row.items() if name != "folder"} for row in state["rows"]]
     report("effort", {**settings, **result(rows)})

@@ -1,8 +1,9 @@
-"""Small tasks whose demonstrations use many words, and two terms: what the benchmark of the effort term needs.
+"""Small tasks whose demonstrations use many words, and two terms: what the benchmarks of the effort term need.
 
 A task names a file and a number that its function should return. In a demonstration most calls come after a sentence
 that says what the agent is about to do. The sentences depend on the name of the tool alone, so they help with nothing:
-a policy that learnt from them has a habit of using more tokens than it needs."""
+a policy that learnt from them has a habit of using more tokens than it needs. A share of the tasks may leave out the
+number: an attempt at them is right by chance, so giving up is tempting where failures cost something."""
 
 from __future__ import annotations
 
@@ -43,25 +44,29 @@ SAID, LISTED, READ = 0.8, 0.4, 0.6
 
 class Wordy:
     """A task source: make the function of a file return a number. A tenth of all pairs of file and number is held out,
-    and another tenth is for validation."""
+    and another tenth is for validation.
+
+    `unknowable`: the share of tasks that do not say the number; their family is "unknowable". `gives_up`: the share of
+    demonstrations that submit at once."""
 
     name = "wordy"
 
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = seed
+    def __init__(self, seed: int = 0, unknowable: float = 0.0, gives_up: float = 0.0) -> None:
+        self.seed, self.unknowable, self.gives_up = seed, unknowable, gives_up
 
     def size(self, split: Split) -> int | None:
         return 0 if split is Split.TRANSFER else None
 
     def task(self, split: Split, index: int) -> Task:
         name, number = self._pair(split, index)
+        known = self._known(split, index)
         return Task(
             source=self.name,
             split=split,
             index=index,
-            family=self.name,
+            family=self.name if known else "unknowable",
             problem=f"{name} {number}",
-            instruction=f"{name}.py should return {number}",
+            instruction=f"{name}.py should return {number if known else 'a number'}",
             files={f"{name}.py": "def f():\n    return None\n"},
             exports=(f"{name}.py",),
         )
@@ -75,16 +80,24 @@ class Wordy:
         )
 
     def conversation(self, split: Split, index: int, *, seed: int, right: float) -> list[dict[str, Any]]:
-        """Return a conversation in which a share `right` of the edits is correct and most calls come after words."""
+        """Return a conversation in which a share `right` of the edits is correct and most calls come after words.
+
+        In tasks that do not say the number, the edits are right by chance."""
         task, rng = self.task(split, index), random.Random(f"demonstration {seed} {index}")
         name, number = self._pair(split, index)
-        script = repair(name, number if rng.random() < right else rng.choice(NUMBERS), rng)
+        knows = rng.random() < right and self._known(split, index)
+        script = repair(name, number if knows else rng.choice(NUMBERS), rng)
+        if rng.random() < self.gives_up:
+            script = give_up()
         machine = MemoryMachine({path: text.encode() for path, text in task.files.items()})
         messages = demonstrate(task, script, standard_tools(TOOLS), machine)
         for message in messages:
             if message["role"] == "assistant" and rng.random() < SAID:
                 message["content"] = rng.choice(WORDS[message["tool_calls"][0]["function"]["name"]])
         return messages
+
+    def _known(self, split: Split, index: int) -> bool:
+        return random.Random(f"known {self.seed} {split} {index}").random() >= self.unknowable
 
     def _pair(self, split: Split, index: int) -> tuple[str, int]:
         pairs = [(name, number) for name in NAMES for number in NUMBERS if split_of(name, number) is split]
@@ -104,6 +117,11 @@ def repair(name: str, number: int, rng: random.Random) -> Script:
     if rng.random() < READ:
         yield "cat", {"path": f"{name}.py"}
     yield "edit", {"path": f"{name}.py", "line": 2, "text": f"return {number}"}
+    yield "submit", {}
+
+
+def give_up() -> Script:
+    """Yield the one call of an agent that submits at once."""
     yield "submit", {}
 
 

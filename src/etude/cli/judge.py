@@ -38,6 +38,10 @@ from etude.rewards.judges.terms import GroupJudgeTerm, JudgeTerm
 from etude.rewards.judges.tuning import check_sections, exchanges, label_of, row_of
 from etude.rewards.judges.verdicts import Form
 
+MANY_TIMES = 2.0
+"""How often a judge may be shown a label in tuning before a hint is printed. After 2.6 times the judge of
+`benchmarks.rewards.own_judge` was overconfident."""
+
 
 def calibrate_judge(args: argparse.Namespace) -> int:
     """Ask a judge of a config to score labelled texts or rollouts, and print how well it agrees with the labels.
@@ -156,9 +160,10 @@ def write_labels(args: argparse.Namespace) -> int:
 def tune(args: argparse.Namespace) -> int:
     """Train a checkpoint as a judge: to answer the questions of a rubric with the scores of labelled examples.
 
-    It trains on the half of the labels that is for tuning. Returns 0. Raises `InputError` for a judge whose settings
-    are not form = 'token' and tuned = true, for a score of several tokens, or for a folder without a checkpoint."""
-    from etude.loop.corpus import encoded
+    It trains on the half of the labels that is for tuning, and prints how often it shows each. Returns 0. Raises
+    `InputError` for a judge whose settings are not form = 'token' and tuned = true, for a score of several tokens, or
+    for a folder without a checkpoint."""
+    from etude.loop.corpus import encoded, num_tokens
     from etude.models.config import ModelConfig
     from etude.training import mid_train, write_corpus
     from etude.training.mid_training import default_ranks
@@ -186,7 +191,11 @@ def tune(args: argparse.Namespace) -> int:
     documents = [encoded(chat, text, most=most) for text in texts]
     corpus = args.out.absolute().with_name(f"{args.out.name}.corpus")
     write_corpus(corpus, documents)
-    console().print(f"tuning {args.start} with {len(own)} of {len(labels)} labels for {settings.num_tokens:,} tokens")
+    times = settings.num_tokens / sum(map(num_tokens, documents))
+    labelled = f"{len(own)} of {len(labels)} labels, each {times:.1f} times ({settings.num_tokens:,} tokens)"
+    console().print(f"tuning {args.start} with {labelled}")
+    if times > MANY_TIMES:
+        console().print("hint: a small model learns labels by heart: add labels, or lower mid_training.num_tokens")
     done = mid_train(
         settings,
         corpus,

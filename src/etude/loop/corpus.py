@@ -86,7 +86,7 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
     documents += [encoded(chat, document, most=most) for document in own]
     random.Random(f"corpus {config.seed}").shuffle(documents)
     write_corpus(run / "corpus", documents, heldout=heldout)
-    telemetry.event("corpus.done", documents=len(documents), tokens=sum(map(_num_tokens, documents)))
+    telemetry.event("corpus.done", documents=len(documents), tokens=sum(map(num_tokens, documents)))
 
 
 def encoded(chat: ChatFormat, document: str | Exchange, *, most: int) -> I32 | Answered:
@@ -106,7 +106,8 @@ def encoded(chat: ChatFormat, document: str | Exchange, *, most: int) -> I32 | A
     return Answered(np.concatenate([prompt, np.array(answer, np.int32)]), len(prompt))
 
 
-def _num_tokens(document: I32 | Answered) -> int:
+def num_tokens(document: I32 | Answered) -> int:
+    """Return the number of tokens of an encoded document."""
     return len(document.token_ids if isinstance(document, Answered) else document)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,6 +166,30 @@ def test_a_work_is_not_cut_by_the_size_of_a_batch(
     words = ["judge", "tune", "labels.jsonl", "--config", "config.toml", "--term", "solved", "--start", str(start)]
     assert etude.main([*words, "--out", "tuned"]) != 0
     assert "an exchange of the corpus is too long" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("tokens", "hinted"), [(512, False), (4096, True)])
+def test_tuning_says_how_often_it_shows_each_label_and_hints_where_that_is_often(
+    tmp_path: Path,
+    start: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tokens: int,
+    hinted: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # one rank, in this process
+    Path("red.toml").write_text('[[aspects]]\nname = "solved"\nquestion = "?"\nlowest = 0\nhighest = 1\n')
+    few = TUNED.replace("EVIDENCE", 'evidence = ["files"]').replace("60_000", str(tokens))
+    Path("config.toml").write_text(few)
+    Path("labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in colours(24)))
+    words = ["judge", "tune", "labels.jsonl", "--config", "config.toml", "--term", "solved", "--start", str(start)]
+    assert etude.main([*words, "--out", "tuned"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    found = re.search(r"(\d+) of 24 labels, each ([\d.]+) times", said)
+    assert found is not None
+    assert 0.5 < float(found[2]) * int(found[1]) * 40 / tokens < 2.0, "a question has about 40 tokens"
+    assert ("hint: a small model learns labels by heart" in said) is hinted
 
 
 def test_a_judge_is_not_tuned_to_read_the_grade(

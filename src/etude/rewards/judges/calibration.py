@@ -41,6 +41,11 @@ class Half(enum.StrEnum):
     REPORT = "report"
 
 
+def half_of(cluster: str) -> Half:
+    """Return the half to which the labels of a cluster (`Label.cluster`, such as their group) belong, by its hash."""
+    return list(Half)[hashlib.sha256(cluster.encode()).digest()[0] % 2]
+
+
 class _Row(msgspec.Struct, forbid_unknown_fields=True):
     """A line of a file of labels."""
 
@@ -76,8 +81,8 @@ class Label:
 
     @property
     def half(self) -> Half:
-        """The half of the labels (for tuning or for reporting) to which this label belongs, by a hash of `cluster`."""
-        return list(Half)[hashlib.sha256(self.cluster.encode()).digest()[0] % 2]
+        """The half of the labels (for tuning or for reporting) to which this label belongs."""
+        return half_of(self.cluster)
 
 
 class Estimate(msgspec.Struct, frozen=True):
