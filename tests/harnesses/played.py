@@ -11,7 +11,7 @@ import re
 import tempfile
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,8 @@ ANSWERS: dict[str, Answers] = {
 """What the scripted model answers to each agent of the guide."""
 
 
-def _counted(answers: Answers) -> Answer:
+def counted(answers: Answers) -> Answer:
+    """The answers by the last message and the tools alone, which count themselves."""
     done = 0
 
     def answer(last: str, tools: Mapping[str, Signature]) -> str | Call:
@@ -185,35 +186,45 @@ def _counted(answers: Answers) -> Answer:
     return answer
 
 
-def play(config: HarnessConfig, answers: Answers, task: Task = TASK) -> Played:
-    """Run one rollout of the agent on a machine of namespaces."""
+Front = Callable[[RolloutEndpoints, Any, Any, Any], Awaitable[None]]
+"""What answers the requests of an agent: ASGI, with the endpoints of its rollout before the three arguments."""
+
+
+def qwen() -> ChatFormat:
+    """The chat format of a checkpoint of Qwen's shape, with tool calls and reasoning."""
     with tempfile.TemporaryDirectory() as folder:
-        chat = ChatFormat.load(chats.make(Path(folder), "qwen"))
+        return ChatFormat.load(chats.make(Path(folder), "qwen"))
+
+
+def play(
+    config: HarnessConfig, answers: Answers, task: Task = TASK, front: Front = RolloutEndpoints.__call__
+) -> Played:
+    """Run one rollout of the agent on a machine of namespaces, with `front` in place of its endpoints."""
     kept = {k: v for k, v in os.environ.items() if not re.match("CLAUDE|ANTHROPIC|OPENAI|CODEX|LITELLM", k)}
     with mock.patch.dict(os.environ, kept, clear=True):
-        return asyncio.run(_play(config, answers, task, chat))
+        return asyncio.run(_play(config, answers, task, front))
 
 
-async def _play(config: HarnessConfig, answers: Answers, task: Task, chat: ChatFormat) -> Played:
-    statuses, began, respond = Counter[str](), asyncio.get_running_loop().time(), RolloutEndpoints.__call__
+async def _play(config: HarnessConfig, answers: Answers, task: Task, front: Front) -> Played:
+    statuses, began, chat = Counter[str](), asyncio.get_running_loop().time(), qwen()
 
-    async def counted(endpoints: RolloutEndpoints, scope: Any, receive: Any, send: Any) -> None:
+    async def noted(endpoints: RolloutEndpoints, scope: Any, receive: Any, send: Any) -> None:
         async def sent(message: Any) -> None:
             if message["type"] == "http.response.start":
                 path = re.sub(r"^/r/.*?(?=/v1/|/machine/)", "", scope["path"])
                 statuses[f"{scope['method']} {path} {message['status']}"] += 1
             await send(message)
 
-        await respond(endpoints, scope, receive, sent)
+        await front(endpoints, scope, receive, sent)
 
     runtime = open_runtime("namespace")
-    with mock.patch.object(RolloutEndpoints, "__call__", counted):
+    with mock.patch.object(RolloutEndpoints, "__call__", noted):
         try:
             (machine,) = await runtime.fork(await prepare(runtime, task), 1)
             episode = _Episode(
                 task,
                 machine,
-                policy=ScriptedModel(chat, _counted(answers)),
+                policy=ScriptedModel(chat, counted(answers)),
                 chat=chat,
                 tools=standard_tools(),
                 limits=config,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,8 @@ from tests.harnesses.agents import AGENTS, FOLDER
 from tests.harnesses.played import ANSWERS, GUIDE, Answers, by_sub_agent, by_summaries, config_of, play
 
 from etude.harness import HarnessConfig
+from etude.loop.limits import build_config
+from etude.models import ModelConfig
 
 Given = tuple[HarnessConfig, Answers]
 
@@ -33,6 +37,17 @@ def test_the_guide_has_a_config_for_each_agent_that_is_tried() -> None:
     for name in AGENTS:
         assert isinstance(config_of(name), HarnessConfig)
         assert GUIDE.read_text().count(f"\n## {name}\n") == 1
+
+
+def test_the_configs_of_the_guide_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "config.json").write_text(json.dumps(ModelConfig(context_tokens=1 << 17).to_hf()))
+    monkeypatch.chdir(tmp_path)
+    configs = re.findall(r"```toml\n(start = .*?)```", GUIDE.read_text(), re.DOTALL)
+    assert len(configs) >= len(AGENTS)
+    for text in configs:
+        config = build_config(tomllib.loads(text))
+        assert config.engine.context_tokens >= config.harness.context_tokens >= 8192
 
 
 @pytest.mark.slow

@@ -349,7 +349,7 @@ def body(request: ChatRequest, head: ResponseHead, answers: Sequence[Answer]) ->
     response["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
     response["usage"] = {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": answer.completion.num_cached},
+        "input_tokens_details": {"cached_tokens": answer.completion.num_cached, "cache_write_tokens": 0},
         "output_tokens": sampled,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + sampled,
