@@ -1,6 +1,6 @@
 """Runs the production loop with simulated users: `etude learn --releases` and `etude serve --releases`.
 
-    PYTHONPATH=. python -m examples.product.cycles runs/product [--cycles 3] [--seed 0]
+    PYTHONPATH=. python -m examples.product.cycles runs/product [--cycles 3] [--seed 0] [--set simulated=0.5]
 
 The users work with the product until a window is full. The loop trains, plays the gate, and gives the candidate to half
 of the users as a canary. Now a larger crowd of other users comes, each with a few requests: 64 users are too few for a
@@ -204,9 +204,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="a new folder for consent, answers, signals and releases")
     parser.add_argument("--cycles", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of etude learn")
     args = parser.parse_args()
     folder = args.folder or args.run.with_name(f"{args.run.name}-product")
-    done = run_cycles(args.run, folder, seed=args.seed, cycles=args.cycles, tell=lambda row: print(json.dumps(row)))
+    rules = {"seed": args.seed, "cycles": args.cycles, "overrides": args.set}
+    done = run_cycles(args.run, folder, **rules, tell=lambda row: print(json.dumps(row)))
     print(json.dumps(asyncio.run(done), indent=2))
 
 

@@ -84,7 +84,7 @@ def played(this: PlayedRun) -> dict[str, Any]:
 
     async def main() -> None:
         async with this.conductor() as conductor:
-            conductor.source = OneThread(conductor.source)
+            conductor.admission.source = OneThread(conductor.source)
             await conductor.reinforce()
 
     asyncio.run(main())

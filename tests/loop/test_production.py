@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +19,38 @@ import pytest
 from tests.played_run import PlayedRun
 from tests.served_answers import served_answer
 
-from etude.errors import ConfigError, Exit, RunRefused
-from etude.experience import Ledger
+from etude.errors import ConfigError, DeadlineExceeded, Exit, RunRefused
+from etude.experience import Ledger, read_trace
+from etude.experience.groups import Row
+from etude.experience.trace_reader import read_step
+from etude.experience.traces import trace_path
 from etude.experience.transitions import State
-from etude.loop.production import NO_CONSENT, ProductionTrainer
+from etude.loop.group_admission import WITHDRAWN
+from etude.loop.production import NO_CONSENT, SCHEME, ProductionTrainer
 from etude.loop.production_windows import Windows
 from etude.loop.replay import replay_step
 from etude.privacy import CaptureWriter, Level, PrivacyFolder, Subject
 from etude.production import LearnSettings
 from etude.production.outcomes import Values
 from etude.records import Version, VersionSpan
+from etude.run import RunFolder
+from etude.tasks import DirectorySource
 
 pytestmark = pytest.mark.timeout(1800)
 ACME = Subject.of("acme")
 SAMPLER = Version(1, "0" * 8, "0" * 64)  # not the learner's: the log-probabilities are made up
 SETTINGS = LearnSettings(outcomes={"kept": 1.0}, episodes=4, settle_s=0.0, user_share=0.5, max_wait_s=1e9)
+
+
+class Killed(BaseException):
+    """What stands for a kill: nothing that is to run after an error runs."""
+
+
+class AllWithdrawn(DirectorySource):
+    """Task folders of which all are withdrawn."""
+
+    def withdrawn(self, task_ids: Collection[str]) -> set[str]:
+        return set(task_ids)
 
 
 class Signals:
@@ -204,9 +223,6 @@ def test_consent_that_is_withdrawn_before_the_commit_takes_every_token_out_of_th
         assert sum(row.state is State.TRAINED for row in rows.values()) == 3
     names = product.run.folder / "rollouts"
     assert not list(names.glob(f"{gone[0].rollout_id}*")), "its tokens are deleted"
-    from etude.experience import read_trace
-    from etude.experience.traces import trace_path
-
     recorded = read_trace(trace_path(product.run.folder / "traces", 3))
     assert gone[0].rollout_id not in {sample.rollout_id for sample in recorded.batch.samples}
     assert replay_step(product.run.folder, 3).equal, "the published weights are those of the batch without it"
@@ -245,6 +261,163 @@ def test_a_killed_program_goes_on_where_it_stopped_and_trains_on_every_episode_o
     product.run.assert_sound(4)
 
 
+MIXED = dataclasses.replace(SETTINGS, simulated=0.5)  # four rollouts of one task beside four episodes
+
+
+def simulated_rows(product: Product) -> list[Row]:
+    """Of the groups of tasks that were admitted after the run's RL: it had two steps of three groups."""
+    with contextlib.closing(product.ledger()) as ledger:
+        return [row for row in ledger.rows() if row.group_id.startswith("g") and int(row.group_id[1:]) >= 6]
+
+
+def test_a_step_trains_on_episodes_and_on_simulated_groups_in_one_batch_that_replays_to_the_bit(
+    finished: Callable[[Path], Product], tmp_path: Path
+) -> None:
+    product = finished(tmp_path)
+    product.serve(["bob", "eve", "ann", "joe"] * 2, [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0])
+    steps = asyncio.run(product.learn(2, MIXED))
+    simulated = simulated_rows(product)
+    assert {row.state for row in simulated} <= {State.TRAINED, State.NO_SIGNAL}
+    assert [(row.group_id, row.step) for row in simulated] == [("g000010", 3)] * 4 + [("g000015", 4)] * 4
+    for step, version, facts in steps:
+        assert facts["origin"] == "mixed"
+        users, tasks = facts["origins"]["production"], facts["origins"]["simulated"]
+        assert (users["num_groups"], users["num_rollouts"], tasks["num_groups"], tasks["num_rollouts"]) == (4, 4, 1, 4)
+        assert users["lag"] == {str(step - 2): 4}, "they were sampled by version 1"
+        assert tasks["lag"] == {"0": 4}, "they are sampled by the version that the step is made from"
+        assert {row.version for row in simulated if row.step == step} == {str(version)}
+        trace = trace_path(product.run.folder / "traces", step)
+        recorded, rewards = read_trace(trace), read_step(trace).rewards
+        tokens = [sum(part["token_lag"].values()) for part in (users, tasks)]
+        assert recorded.batch.num_loss_tokens == sum(tokens), "the loss is divided by the tokens of both"
+        given = dict[str, list[float]]()
+        for one in recorded.batch.samples:
+            given.setdefault(one.rollout_id.partition("-")[0][:1], []).append(float(one.advantages[0]))
+        assert sorted(given["g"]) == [-0.5, -0.5, 0.5, 0.5], "Dr. GRPO among the siblings of their group"
+        assert max(map(abs, given["p"])) >= 1.0, "over the deviation of the episodes alone"
+        assert (rewards["scheme"], rewards["simulated"]["scheme"]) == (SCHEME, "dr-grpo")
+    product.run.assert_sound(4)
+    assert replay_step(product.run.folder, 4).equal
+
+
+def test_a_killed_program_trains_on_every_episode_and_on_every_simulated_group_once(
+    finished: Callable[[Path], Product], tmp_path: Path
+) -> None:
+    product = finished(tmp_path)
+    product.serve(["bob", "eve", "ann", "joe"] * 2, [1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0])
+    for method in ("rollout", "record", "forward_backward", "optim_step", "offer", "save"):
+
+        async def main(method: str = method) -> None:
+            async with product.trainer(MIXED) as trainer:
+                asked, rolled, ended = trainer._call, trainer.processes.rollout, 0
+
+                async def dies(name: str, kind: Any, *args: object) -> Any:
+                    if name == method and trainer.version is not None:
+                        raise Killed
+                    return await asked(name, kind, *args)
+
+                async def dies_rolling(*args: Any, **named: Any) -> Any:
+                    nonlocal ended
+                    if method == "rollout" and ended == 2:
+                        raise Killed
+                    ended += 1
+                    return await rolled(*args, **named)
+
+                trainer._call = dies  # type: ignore[method-assign]
+                trainer.processes.rollout = dies_rolling  # type: ignore[method-assign]
+                await trainer.train(1, poll_s=0.02, on_step=lambda *_: None, on_wait=lambda _: None)
+
+        with pytest.raises(Killed):
+            asyncio.run(main())
+    assert [step for step, _, _ in asyncio.run(product.learn(2, MIXED))] == [3, 4]
+    product.run.assert_sound(4)
+    with contextlib.closing(product.ledger()) as ledger:
+        states = [row.state for row in ledger.rows() if row.group_id.startswith("production-")]
+    assert states == [State.TRAINED] * 8
+    simulated = simulated_rows(product)
+    assert {row.state for row in simulated} <= {State.TRAINED, State.NO_SIGNAL}
+    assert Counter(row.step for row in simulated) == {3: 4, 4: 4}
+
+
+def test_a_step_whose_episodes_were_all_withdrawn_trains_on_no_simulated_group(
+    finished: Callable[[Path], Product], tmp_path: Path
+) -> None:
+    product = finished(tmp_path)
+    product.serve(["bob", "eve", "ann", "joe"], [1.0, 0.0, 1.0, 0.0])
+
+    async def main() -> list[dict[str, Any]]:
+        made = list[dict[str, Any]]()
+        async with product.trainer(MIXED) as trainer, asyncio.timeout(600):
+            rolled = trainer.processes.rollout
+
+            async def withdrawing(*args: Any, **named: Any) -> Any:
+                with PrivacyFolder(product.privacy) as folder:
+                    folder.consent.set(ACME, Level.CAPTURE)
+                return await rolled(*args, **named)
+
+            trainer.processes.rollout = withdrawing  # type: ignore[method-assign]
+            await trainer.train(1, poll_s=0.02, on_step=lambda *one: made.append(one[2]), on_wait=lambda _: None)
+        return made
+
+    [facts] = asyncio.run(main())
+    assert list(facts["origins"]) == ["production"]
+    with contextlib.closing(product.ledger()) as ledger:
+        assert [row.reason for row in ledger.rows(step=3)] == [NO_CONSENT] * 4
+        assert ledger.versions()[-1].digest == ledger.versions()[-2].digest, "the step changed no weight"
+    left = {(row.state, row.step) for row in simulated_rows(product)}
+    assert left == {(State.GRADED, None)}, "a later step takes them"
+
+
+def test_a_wait_for_simulated_rollouts_that_do_not_end_has_a_deadline(
+    finished: Callable[[Path], Product], tmp_path: Path
+) -> None:
+    product = finished(tmp_path)
+    product.serve(["bob", "eve", "ann", "joe"], [1.0, 0.0, 1.0, 0.0])
+
+    async def main() -> None:
+        async with product.trainer(dataclasses.replace(MIXED, simulated_wait_s=1.0)) as trainer, asyncio.timeout(240):
+
+            async def hangs(*args: Any, **named: Any) -> Any:
+                await asyncio.Event().wait()
+
+            trainer.processes.rollout = hangs  # type: ignore[method-assign]
+            await trainer.train(1, poll_s=0.02, on_step=lambda *_: None, on_wait=lambda _: None)
+
+    with pytest.raises(DeadlineExceeded, match="no simulated rollout has ended for 1 s") as caught:
+        asyncio.run(main())
+    assert "step 3 waits for 4 of them; no engine is up" in str(caught.value)
+    assert [step for step, _, _ in asyncio.run(product.learn(1, MIXED))] == [3]
+    assert Counter(row.step for row in simulated_rows(product)) == {3: 4}, "the same group, rolled out again"
+
+
+def test_simulated_rollouts_of_a_withdrawn_task_are_in_no_version(
+    finished: Callable[[Path], Product], tmp_path: Path
+) -> None:
+    product = finished(tmp_path)
+    product.serve(["bob", "eve", "ann", "joe"], [1.0, 0.0, 1.0, 0.0])
+
+    async def main() -> None:
+        async with product.trainer(MIXED) as trainer, asyncio.timeout(600):
+            assert trainer.simulated is not None
+            asked = trainer._call
+
+            async def withdraws(name: str, kind: Any, *args: object) -> Any:
+                found = await asked(name, kind, *args)
+                if name == "optim_step":
+                    trainer.simulated._admission.source = withdrawing  # type: ignore[union-attr]
+                return found
+
+            withdrawing = AllWithdrawn(str(product.run.config.tasks.source))
+            trainer._call = withdraws  # type: ignore[method-assign]
+            await trainer.train(1, poll_s=0.02, on_step=lambda *_: None, on_wait=lambda _: None)
+
+    asyncio.run(main())
+    product.run.assert_sound(3)
+    first, second = simulated_rows(product)[:4], simulated_rows(product)[4:]
+    assert [row.reason for row in first] == [WITHDRAWN] * 4
+    assert not second
+
+
 def test_a_run_whose_rl_has_not_ended_and_steps_larger_than_its_ledger_are_refused(
     game: Any, finished: Callable[[Path], Product], tmp_path: Path
 ) -> None:
@@ -260,6 +433,8 @@ def test_a_run_whose_rl_has_not_ended_and_steps_larger_than_its_ledger_are_refus
     done = finished(tmp_path / "done")
     with pytest.raises(ConfigError, match="larger than the run"):
         asyncio.run(refused(done, LearnSettings(outcomes={"kept": 1.0}, episodes=4096)))
+    with pytest.raises(ConfigError, match="a window of 8 episodes with 8 simulated rollouts of a step is larger"):
+        asyncio.run(refused(done, dataclasses.replace(MIXED, episodes=8)))
 
 
 LEARN = """
@@ -272,24 +447,22 @@ kept = 1.0
 """
 
 
-def test_the_commands_of_the_guide_serve_a_run_take_feedback_and_learn_from_it(
-    game: Any, tmp_path: Path, cli_in: Callable[[Path], Any]
-) -> None:
+def use(command: Any, path: Path, game: Any, *, answers: int) -> None:
+    """Run the game, serve it, and have users ask it and say what they think."""
     import openai
 
     from etude.signals import send_feedback
 
-    command = cli_in(tmp_path)
     few = ["rl.steps=1", "evals.every=50", "evals.heldout_tasks=2", "evals.baseline_tasks=1"]
     done = command("run", game.config, "--name", "game", *(word for one in few for word in ("--set", one)))
-    assert (tmp_path / "runs" / "game" / "checkpoints" / "step-000001").is_dir(), done.stderr
+    assert (path / "runs" / "game" / "checkpoints" / "step-000001").is_dir(), done.stderr
     assert command("privacy", "set", "local", "train").returncode == 0
-    (tmp_path / "learn.toml").write_text(LEARN)
+    (path / "learn.toml").write_text(LEARN)
     server = command.start("serve", "runs/game", "--port", "0", "--capture", "privacy", "--feedback", "feedback.sqlite")
     try:
         url = server.stdout.readline().split(" at ")[1].split()[0]
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client:
-            for number in range(8):
+            for number in range(answers):
                 user = f"user-{number}"
                 answer = client.chat.completions.create(
                     model="game",
@@ -303,8 +476,17 @@ def test_the_commands_of_the_guide_serve_a_run_take_feedback_and_learn_from_it(
     finally:
         server.kill()
         server.communicate()
-    where = ["runs/game", "--privacy", "privacy", "--feedback", "feedback.sqlite", "--settings", "learn.toml"]
-    learnt = command("learn", *where, "--steps", "1", "--poll-s", "0.1")
+
+
+WHERE = ["runs/game", "--privacy", "privacy", "--feedback", "feedback.sqlite", "--settings", "learn.toml"]
+
+
+def test_the_commands_of_the_guide_serve_a_run_take_feedback_and_learn_from_it(
+    game: Any, tmp_path: Path, cli_in: Callable[[Path], Any]
+) -> None:
+    command = cli_in(tmp_path)
+    use(command, tmp_path, game, answers=8)
+    learnt = command("learn", *WHERE, "--steps", "1", "--poll-s", "0.1")
     assert learnt.returncode == 0, learnt.stderr
     assert "window 1: step 2: 8 episodes, mean reward 0.500, v000002" in learnt.stdout
     assert command("ledger", "audit", "runs/game").returncode == 0
@@ -315,10 +497,45 @@ def test_the_commands_of_the_guide_serve_a_run_take_feedback_and_learn_from_it(
     assert steps[-1]["fresh_ratio_max"] == 0.0, "the log-probabilities are those of the served engine"
     erased = command("privacy", "erase", "local/user-0", "--run", "runs/game")
     assert "in the batch of step 2, trained into v000002" in erased.stdout, erased.stderr
-    waiting = command.start("learn", *where, "--poll-s", "0.1")
+    waiting = command.start("learn", *WHERE, "--poll-s", "0.1")
     assert waiting.stdout.readline() == (
         "window 2: 0 of 8 episodes settled, no deadline (0 with a signal that counts, 0 settled, 0 in all)\n"
     )
     waiting.send_signal(signal.SIGINT)
     waiting.communicate(timeout=300)
     assert waiting.returncode == Exit.INTERRUPTED
+
+
+def test_real_engines_roll_out_the_simulated_half_of_a_step_also_after_a_kill(
+    game: Any, tmp_path: Path, cli_in: Callable[[Path], Any]
+) -> None:
+    command, run = cli_in(tmp_path), tmp_path / "runs" / "game"
+    use(command, tmp_path, game, answers=8)
+    mixed = [*WHERE, "--set", "simulated=0.5", "--steps", "1", "--poll-s", "0.1"]
+    first = command.start("learn", *mixed)
+    until = time.monotonic() + 600
+    while State.GRADED not in {row.state for row in simulated(run)}:
+        assert first.poll() is None, first.communicate()
+        assert time.monotonic() < until, simulated(run)
+        time.sleep(0.05)
+    first.kill()
+    first.communicate(timeout=60)
+    learnt = command("learn", *mixed)
+    assert learnt.returncode == 0, learnt.stderr
+    assert "step 2: 8 episodes, mean reward 0.500; 8 simulated rollouts of 2 tasks, theirs" in learnt.stdout
+    assert {row.state for row in simulated(run)} <= {State.TRAINED, State.NO_SIGNAL}
+    assert Counter(row.step for row in simulated(run)) == {2: 8}
+    assert command("ledger", "audit", run).returncode == 0
+    assert command("fsck", run).returncode == 0
+    assert replay_step(RunFolder(run), 2).equal
+    events = map(json.loads, (run / "events" / "conductor.jsonl").read_text().splitlines())
+    step = [one for one in events if one["kind"] == "rl.step"][-1]
+    assert step["origins"]["production"]["lag"] == step["origins"]["simulated"]["lag"] == {"0": 8}
+    assert step["fresh_ratio_max"] == 0.0, "the log-probabilities are those of the engines, of both"
+    assert "simulated: mean 0.00, at most 0; production: mean 0.00" in " ".join(command("status", run).stdout.split())
+
+
+def simulated(run: Path) -> list[Row]:
+    """The rollouts that were admitted after the run's RL: it had one step of three groups."""
+    with contextlib.closing(Ledger.open_readonly(run / "ledger.sqlite")) as ledger:
+        return [row for row in ledger.rows() if row.group_id.startswith("g") and int(row.group_id[1:]) >= 3]

@@ -177,6 +177,33 @@ def test_the_next_window_goes_on_from_the_promoted_version_and_spends_no_episode
     assert here.steps[0]["sampled_by"]["deployed"] == 1.0
 
 
+def test_simulated_groups_of_a_version_that_was_not_promoted_are_spent_with_it(here: Here) -> None:
+    made = list[int]()
+
+    async def main() -> None:
+        async with here.loop(settings(**QUICK), simulated=0.5) as loop, asyncio.timeout(600):
+
+            async def check(release: Release) -> Any:
+                return passed(release, "it is worse")
+
+            loop._gate.check = check  # type: ignore[method-assign]
+            work = asyncio.create_task(loop.forever(2, on_step=lambda step, *_: made.append(step)))
+            while not work.done():
+                await asyncio.to_thread(here.users.visit, NAMES[:8])
+                await asyncio.sleep(0.1)
+            await work
+
+    asyncio.run(main())
+    assert made == [3, 4, 3, 4]
+    with contextlib.closing(Ledger.open_readonly(here.played.folder / "ledger.sqlite")) as ledger:
+        simulated = [row for row in ledger.rows() if row.group_id.startswith("g") and int(row.group_id[1:]) >= 6]
+    first, second = simulated[:8], simulated[8:]
+    assert {(row.state, row.reason) for row in first} == {(State.QUARANTINED, NOT_PROMOTED)}
+    assert {row.state for row in second} <= {State.TRAINED, State.NO_SIGNAL}
+    assert [row.step for row in second] == [3] * 4 + [4] * 4
+    here.played.assert_sound(4)
+
+
 def test_the_rate_of_production_steps_rises_to_its_share_of_the_peak_and_has_no_end(here: Here) -> None:
     async def rates() -> list[float]:
         async with here.loop(settings(**QUICK)) as loop:

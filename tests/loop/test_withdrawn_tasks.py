@@ -15,7 +15,7 @@ from etude.experience.auditing import rollouts_of_tasks
 from etude.experience.trace_reader import read_outcomes, read_trace
 from etude.experience.traces import recorded_steps, trace_path
 from etude.experience.transitions import State
-from etude.loop.conductor import WITHDRAWN
+from etude.loop.group_admission import WITHDRAWN
 from etude.records.task import Split
 from etude.tasks import DirectorySource
 
@@ -44,7 +44,7 @@ def test_no_version_is_trained_on_a_task_that_was_withdrawn(tmp_path: Path, game
 
     async def main() -> None:
         async with run.conductor() as conductor, asyncio.timeout(600):
-            conductor.source = source
+            conductor.admission.source = source
             await conductor.reinforce()
 
     asyncio.run(main())

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,17 @@ from etude.cli.feedback import opened_feedback
 from etude.cli.locations import open_run
 from etude.cli.releases import refuse_other_releases
 from etude.config import plugins_in
+from etude.dashboard.formatting import number, size
+from etude.dashboard.run_view import read_json
 from etude.errors import EtudeError, Exit, InputError
 from etude.plugins import check_all
 from etude.prices import read_prices
 from etude.privacy import PrivacyFolder
 from etude.production import LearnSettings, read_settings
+from etude.production.episodes import SIMULATED, SOURCE
 from etude.production.outcomes import Values
 from etude.records import Version
+from etude.records.task import Split
 from etude.releases import Outcome
 from etude.releases.feedback import outcomes_of
 from etude.releases.settings import read_settings as read_release
@@ -148,11 +152,18 @@ async def _work(windows: Windows, signals: FeedbackSignals, telemetry: Telemetry
         print(line, flush=True)
 
     def on_step(step: int, version: Version, facts: dict[str, Any]) -> None:
-        reward, number, window = facts["reward_mean"], facts["num_groups"], facts["window"]
-        tell(f"window {window}: step {step}: {number} episodes, mean reward {reward:.3f}, {version}")
+        parts = facts["origins"]
+        episodes, beside = parts[SOURCE], parts.get(SIMULATED)
+        told = f"{episodes['num_groups']} episodes, mean reward {episodes['reward_mean']:.3f}"
+        if beside is not None:
+            told += f"; {beside['num_rollouts']} simulated rollouts of {beside['num_groups']} tasks"
+            told += f", theirs {beside['reward_mean']:.3f}"
+        tell(f"window {facts['window']}: step {step}: {told}, {version}")
         if args.releases is None:
             tell(f"  release it: etude release begin {windows.run.path} {step} --settings FILE")
 
+    if windows.settings.simulated:
+        await _check_simulated(windows, tell)
     if args.releases is None:
         await train(windows, telemetry, steps=args.steps, poll_s=args.poll_s, on_step=on_step, on_wait=tell)
         return
@@ -174,3 +185,21 @@ async def _work(windows: Windows, signals: FeedbackSignals, telemetry: Telemetry
         await loop.forever(args.cycles, on_step=on_step)
     finally:
         await loop.close()
+
+
+async def _check_simulated(windows: Windows, tell: Callable[[str], None]) -> None:
+    """Check that simulated rollouts are possible, and tell what they need, before hours of waiting.
+
+    Raises `TaskError` for a task source without training tasks, and `EngineError` for engines that are not installed.
+    """
+    from etude.loop.preflight import check_foreign, check_tasks
+    from etude.loop.run_in_thread import run_in_thread
+
+    config, fleet = windows.config, windows.config.fleet
+    source = await run_in_thread(partial(check_tasks, config, [Split.TRAIN]))
+    check_foreign(config, adopted=True)
+    counts = (len(fleet.engines), "engine"), (fleet.num_workers, "worker"), (fleet.num_graders, "grader")
+    processes = ", ".join(number(count, of) for count, of in counts)
+    peak = read_json(windows.run / "summary.json", dict).get("peak_memory_bytes")
+    memory = f"; the run's processes took at most {size(peak)} of memory" if isinstance(peak, int) else ""
+    tell(f"simulated: tasks of {source.name}; each window starts {processes} beside the learner{memory}")

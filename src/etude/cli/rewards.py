@@ -29,6 +29,7 @@ from etude.loop.hint_format import hint_format
 from etude.loop.locations import traces_folder
 from etude.loop.reward_settings import RewardChange, RewardSettings, changing, record_change
 from etude.plugins import Kind, make
+from etude.production.episodes import SIMULATED, SOURCE
 from etude.records import Graded
 from etude.records.reward import BUILT_IN, Term
 from etude.records.summary import oldest_steps, turn_places
@@ -377,13 +378,15 @@ def _siblings(
     if step is not None:
         path = trace_path(traces_folder(run), step)
         rewards, rollouts = read_outcomes(path)
+        simulated = rewards.get(SIMULATED) if not group_id.startswith(SOURCE) else None
+        composition = recorded_composition(simulated or rewards, settings.composition(step))
         siblings, late = [one for one in rollouts if one.group_id == group_id], list[str]()
         if isinstance(_scheme(config), TurnCreditScheme | PairCreditScheme):
             traces = {one.rollout.rollout_id: one.trace for one in read_step(path).trees}
             siblings = [replace(one, places=turn_places(traces[one.rollout_id])) for one in siblings]
             ids = [one.rollout_id for one in siblings]
             late = [one for one in ids if exceeds_lag(oldest_steps(traces[one]), step - 1, max_lag)]
-        return step, siblings, recorded_composition(rewards, settings.composition(step)), late
+        return step, siblings, composition, late
     next_step = max(ledger.steps(), default=0) + 1
     settings.recall(ledger, next_step)
     found = [

@@ -15,7 +15,7 @@ from etude.dashboard.plot import Series, legend, line_chart
 from etude.dashboard.problems import recovered_failures
 from etude.dashboard.progress import current_phase, progress
 from etude.dashboard.run_view import PHASES, Event, counts, number, text
-from etude.dashboard.summary import is_delta, lag
+from etude.dashboard.summary import PRODUCTION, SIMULATED, is_delta, lag, lag_by_origin, of_origin
 from etude.experience.transitions import HOLDING
 
 LOAD_S = 60.0
@@ -116,9 +116,9 @@ def _tiles(view: LiveView, states: Mapping[str, int] | None) -> Iterator[Tile]:
     yield from _solve_rate(view)
     yield from _loss(view)
     if steps:
-        lags = lag(steps[-1:])
-        if lags["mean"] is not None:
-            yield Tile("lag", f"{lags['mean']:.2f}", f"steps, mean of the last step; at most {lags['max']}")
+        for origin, lags in lag_by_origin(steps[-1:]).items():
+            name = "lag" if origin == SIMULATED else f"lag of {origin}"
+            yield Tile(name, f"{lags['mean']:.2f}", f"steps, mean of the last step; at most {lags['max']}")
     yield from _speed(view, steps)
     sent = [event for event in view.by_step("weights.publish") if is_delta(event)]
     if sent and (num_bytes := number(sent[-1], "object_bytes")) is not None:
@@ -216,20 +216,22 @@ def _warnings(view: LiveView, running: bool, finished: bool) -> Iterator[str]:
 
 
 def _lags(view: LiveView) -> Panel | None:
-    """Plot the mean lag of each step, and the largest."""
-    steps = view.by_step("rl.step")
-    mean, most = list[tuple[float, float]](), list[tuple[float, float]]()
-    for event in steps:
-        found, step = lag([event]), number(event, "step")
-        if found["mean"] is not None and step is not None:
-            mean.append((step, found["mean"]))
-            most.append((step, float(found["max"])))
-    if not mean:
+    """Plot the mean lag of each step, and the largest, of rollouts of tasks and of users' episodes."""
+    series, steps = list[Series](), view.by_step("rl.step")
+    for origin, colour in ((SIMULATED, 1), (PRODUCTION, 3)):
+        mean, most = list[tuple[float, float]](), list[tuple[float, float]]()
+        for event in steps:
+            found, step = lag(of_origin([event], origin)), number(event, "step")
+            if found["mean"] is not None and step is not None:
+                mean.append((step, found["mean"]))
+                most.append((step, float(found["max"])))
+        of = "" if origin == SIMULATED else f" of {origin}"
+        series += [Series(f"mean{of}", mean, colour), Series(f"largest{of}", most, colour + 1)] if mean else []
+    if not series:
         return None
-    series = [Series("mean", mean, 1), Series("largest", most, 2)]
     note = "Age of a rollout's oldest token when its step trained on it, in steps."
     svg = line_chart(series, title="Lag by step", x_label="step", x_format=lambda value: f"{value:.0f}")
-    return Panel("Lag", note, svg, legend([("mean", 1), ("largest", 2)]))
+    return Panel("Lag", note, svg, legend([(one.label, one.colour) for one in series]))
 
 
 PLOTS = (panels.learning, panels.mid_training, _lags, panels.waiting, panels.deltas, panels.parity, panels.entropy)

@@ -10,7 +10,7 @@ from etude.dashboard import regions
 from etude.dashboard.formatting import clock, duration, percent, significant, size
 from etude.dashboard.plot import WIDE, Estimate, LaneRow, Series, bar_chart, lane_chart, legend, line_chart
 from etude.dashboard.run_view import Event, RunView, counts, number, text
-from etude.dashboard.summary import is_delta, of_tasks, quantile, weights
+from etude.dashboard.summary import SIMULATED, is_delta, of_origin, quantile, weights
 from etude.dashboard.utilisation import Lane, lanes
 
 _MAX_BARS = 400
@@ -65,7 +65,7 @@ def lag_histogram(view: RunView) -> Panel | None:
     """Plot a histogram of the lag of trained rollouts and tokens.
 
     Lag is the age, in training steps, of the weights that sampled them."""
-    steps = of_tasks(view)
+    steps = of_origin(view.by_step("rl.step"), SIMULATED)
     rollouts, tokens = (_shares(steps, key) for key in ("lag", "token_lag"))
     lags = sorted({*rollouts, *tokens})
     if not lags:
@@ -75,7 +75,7 @@ def lag_histogram(view: RunView) -> Panel | None:
     return Panel(
         "Lag",
         "The learner's step when it trained, minus the step that sampled: of each rollout's oldest token, and of all "
-        "tokens. Steps on production episodes are not counted.",
+        "tokens. Production episodes are not counted.",
         bar_chart(groups, names, title="Lag", x_label="steps behind the learner", y_format=percent),
         legend([(names[0], 1), (names[1], 2)]),
     )

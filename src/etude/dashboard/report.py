@@ -135,6 +135,9 @@ def _tiles(summary: Mapping[str, Any]) -> Iterator[Row]:
         remark = f"steps on {production['episodes']} episodes of users"
         remark += f"; lag {formatting.significant(production['lag']['mean'])}" if production["lag"]["histogram"] else ""
         remark += f"; {formatting.percent(of_own)} of tokens by deployed versions" if of_own else ""
+        if production["mixed_steps"]:
+            beside = f"{production['simulated_groups']} simulated groups in {production['mixed_steps']} of them"
+            remark += f"; {beside}"
         yield "production", str(production["steps"]), remark
     drafts = summary["drafts"]
     if drafts["accepted_share"] is not None:

@@ -15,8 +15,9 @@ from etude.dashboard.run_view import Event, RunView, counts, number, read_json, 
 from etude.dashboard.utilisation import cpu_s, idle, peak_memory_bytes
 
 FORMAT = 1
-PRODUCTION = "production"
-"""The `origin` in events of steps on production episodes."""
+PRODUCTION, SIMULATED, MIXED = "production", "simulated", "mixed"
+"""The `origin` in events of production steps: on production episodes alone, or mixed with simulated rollouts of tasks.
+Events of RL on tasks have none."""
 _HELDOUT = (
     "num_tasks",
     "num_problems",
@@ -63,7 +64,7 @@ def summarise_view(view: RunView, rollouts: Mapping[str, int] | None = None) -> 
         "wall_s": wall_s(view),
         "cpu_s": _cpu_s(view),
         "idle": _rounded(idle(view)),
-        "lag": lag(of_tasks(view)),
+        "lag": lag(of_origin(view.by_step("rl.step"), SIMULATED)),
         "production": production(view),
         "drafts": drafts(view),
         "weights": weights(view),
@@ -157,20 +158,38 @@ def lag(steps: Sequence[Event]) -> dict[str, Any]:
     }
 
 
-def of_tasks(view: RunView) -> list[Event]:
-    """Return the `rl.step` events of the steps on tasks: all but those on production episodes."""
-    return [event for event in view.by_step("rl.step") if text(event, "origin") != PRODUCTION]
+def of_origin(steps: Iterable[Event], origin: str) -> list[Event]:
+    """Return what `rl.step` events say of rollouts of one origin: `SIMULATED` (of tasks) or `PRODUCTION` (of users).
+
+    Of a step that has both, it is the part with the metrics of this origin; of any other step the whole event."""
+    found = list[Event]()
+    for event in steps:
+        parts = event.get("origins")
+        if isinstance(parts, dict) and len(parts) > 1:
+            found += [part for name, part in parts.items() if name == origin and isinstance(part, dict)]
+        elif (text(event, "origin") == PRODUCTION) is (origin == PRODUCTION):
+            found.append(event)
+    return found
+
+
+def lag_by_origin(steps: Sequence[Event]) -> dict[str, dict[str, Any]]:
+    """Return `lag` of the rollouts of each origin, by its name, without those that have none."""
+    each = {origin: lag(of_origin(steps, origin)) for origin in (SIMULATED, PRODUCTION)}
+    return {origin: found for origin, found in each.items() if found["histogram"]}
 
 
 def production(view: RunView) -> dict[str, Any]:
-    """Return the numbers of the steps on production episodes, apart from those on tasks.
+    """Return the numbers of the steps with production episodes, apart from those on tasks.
 
     `steps`, `episodes`, `reward_mean` (over episodes; None without one), `lag` as of the tasks, and `sampled_by`: the
-    shares of the sampled tokens by what their version was when the window was formed, as means over steps."""
-    steps = [event for event in view.by_step("rl.step") if text(event, "origin") == PRODUCTION]
+    shares of the episodes' sampled tokens by what their version was when the window was formed, as means over steps.
+    `mixed_steps`, `simulated_groups`: how many of the steps have simulated rollouts, too, and how many groups of
+    them."""
+    events = view.by_step("rl.step")
+    steps, mixed = of_origin(events, PRODUCTION), [event for event in events if text(event, "origin") == MIXED]
     episodes = [(number(event, "num_groups") or 0.0, number(event, "reward_mean") or 0.0) for event in steps]
     total = math.fsum(count for count, _ in episodes)
-    shares = [found for event in steps if (found := counts(event, "sampled_by"))]
+    shares = [found for event in events if (found := counts(event, "sampled_by"))]
     names = sorted({name for one in shares for name in one})
     return {
         "steps": len(steps),
@@ -178,6 +197,8 @@ def production(view: RunView) -> dict[str, Any]:
         "reward_mean": math.fsum(count * reward for count, reward in episodes) / total if total else None,
         "lag": lag(steps),
         "sampled_by": {name: _mean([one.get(name, 0.0) for one in shares]) for name in names},
+        "mixed_steps": len(mixed),
+        "simulated_groups": int(_total(of_origin(mixed, SIMULATED), "num_groups")),
     }
 
 

@@ -17,7 +17,7 @@ from etude.dashboard.glossary import GLOSSARY, legend
 from etude.dashboard.problems import STATES, losses, unknown_terms
 from etude.dashboard.progress import current_phase, progress
 from etude.dashboard.run_view import PHASES, Event, RunView, number, text
-from etude.dashboard.summary import heldout, invalid, is_delta, lag, summarise_view, weights
+from etude.dashboard.summary import PRODUCTION, heldout, invalid, is_delta, lag_by_origin, summarise_view, weights
 from etude.dashboard.utilisation import idle
 
 
@@ -168,9 +168,10 @@ def _facts(view: RunView) -> Iterator[tuple[str, Text]]:
     yield from _fleet(view)
     if not steps:
         return
-    lags = lag(steps)
-    if lags["mean"] is not None:
-        yield "lag", Text(f"mean {lags['mean']:.2f}, at most {lags['max']}")
+    lags = lag_by_origin(steps)
+    if lags:
+        said = [f"{origin}: mean {one['mean']:.2f}, at most {one['max']}" for origin, one in lags.items()]
+        yield "lag", Text("; ".join(said) if PRODUCTION in lags else said[0].partition(": ")[2])
     shares = [f"{name} {formatting.percent(share)}" for name, share in idle(view).items() if share is not None]
     if shares:
         yield "idle", Text(", ".join(shares))

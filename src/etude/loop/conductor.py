@@ -38,52 +38,48 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from etude.config import Plugin
-from etude.errors import EngineError, EtudeError, LedgerError, NotFinite, TaskWithdrawn
+from etude.errors import EtudeError, LedgerError, NotFinite, TaskWithdrawn
 from etude.evals import EvalResult
 from etude.experience import SCHEMES, Group, Ledger, plan_batch, step_metrics
 from etude.experience.admission import LittleSignal
-from etude.experience.curriculum import MAX_TASKS, Curriculum, Signals
-from etude.experience.groups import in_first_stage
 from etude.experience.packing import has_fresh_signal
 from etude.experience.transitions import State
 from etude.harness import ChatFormat
-from etude.inference import HttpEngine
 from etude.loop.config import RunConfig, check_forms_pairs
 from etude.loop.drift_monitor import DriftMonitor
+from etude.loop.error_groups import first_cause
 from etude.loop.evaluation import evaluate, file_name, run_price, tasks_of
+from etude.loop.group_admission import WITHDRAWN, GroupAdmission
 from etude.loop.group_scoring import GroupScorer
 from etude.loop.locations import ledger_location, traces_folder, weights_store
 from etude.loop.parity import Defence, ParityMonitor
 from etude.loop.parity_probe import ParityProbe, Unreachable
 from etude.loop.retention import delete_oldest, oldest_restart_step, replayable_after
 from etude.loop.reward_settings import RewardSettings
-from etude.loop.rollout_scheduler import RolloutScheduler, keyed_seed, siblings
+from etude.loop.rollout_scheduler import RolloutScheduler
 from etude.loop.rpc import Caller, ProcessLost
 from etude.loop.run_in_thread import SerialExecutor, run_in_thread
 from etude.loop.run_processes import RunProcesses
 from etude.numerics.config import Mode
 from etude.plugins import Kind, make
-from etude.records import RolloutSpec, Task
 from etude.records.sample import Published, StepReport
 from etude.records.summary import BatchPlan, BatchRef
 from etude.records.task import Split
 from etude.run import RunFolder
-from etude.seams import TaskSource, WithdrawingSource
+from etude.seams import TaskSource
 from etude.telemetry import Telemetry
 from etude.weights.chain.history import LineageSteps
 
-STEP_S, ADOPT_S, POLL_S = 600.0, 30.0, 0.05
+STEP_S = 600.0
 BEGIN_S = 2 * STEP_S  # includes the end of a publish of the lost lineage
 AT_ONCE = 32  # groups admitted per transaction
 UNREAD = "its stored rollout cannot be read"
-SIGNALS = "curriculum"  # in the ledger: `Signals.state`
 DURING = "during"  # the name of evaluations between steps
 MAX_FRUITLESS = 6  # lineages in a row that end without a step
 T = TypeVar("T")
 
 
 RECOVERABLE = (ProcessLost, Unreachable, TaskWithdrawn)
-WITHDRAWN = "its task was withdrawn"
 
 
 class Conductor:
@@ -115,9 +111,7 @@ class Conductor:
         self.rewards = RewardSettings(run, config)
         self.drift = DriftMonitor(self.ledger, telemetry)
         self.scorer = GroupScorer(self.ledger, self.ledger_thread, processes, telemetry, self.rewards)
-        size = source.size(Split.TRAIN)  # asked here: in the ledger's thread a plug-in would be asked by two at once
-        self._counts_tasks = size is not None and size <= MAX_TASKS
-        self.signals = self._recalled_signals()
+        self.admission = GroupAdmission(self.ledger, self.ledger_thread, source, config)
         self.step = 0  # of the last committed version
         self.trained = 0  # of the live weights: one ahead of `step` while their version is being published
         self._batched = 0  # step of the last batch that was formed
@@ -166,7 +160,7 @@ class Conductor:
                 first = self.step
                 return await work()
             except BaseExceptionGroup as group:
-                error = _cause(group)
+                error = first_cause(group, minor=RECOVERABLE)
                 if not isinstance(error, RECOVERABLE):
                     raise error from None
             except RECOVERABLE as alone:
@@ -208,24 +202,12 @@ class Conductor:
         self.telemetry.event("lineage", state="begin", step=self.step, version=str(published.version), **vars(mended))
         self._on_published(published)
         await self._drop_files()
-        await self._wait_for_adoption(published)
+        await self.processes.wait_for_adoption(published.version)
         await self.processes.wait_for_engine()
         await self.probe.run(dict(self.processes.engines), published, learner_logprobs, remote=self.processes.remote)
 
     def _log_ledger(self, words: str) -> None:
         self.telemetry.event("ledger", reason=words)
-
-    async def _wait_for_adoption(self, published: Published) -> None:
-        """Wait until every engine that answers has loaded exactly this version. Comparing step numbers would not
-        suffice: an engine could still have its starting weights or those of a lost lineage."""
-
-        async def adopted(engine: HttpEngine) -> None:
-            with contextlib.suppress(EngineError, TimeoutError):  # lost or late engines get no work until they adopt it
-                async with asyncio.timeout(ADOPT_S):
-                    while (await engine.info()).version != published.version:  # noqa: ASYNC110  the state is in another process
-                        await asyncio.sleep(POLL_S)
-
-        await asyncio.gather(*(adopted(engine) for engine in self.processes.engines.values()))
 
     async def _call(self, method: str, kind: type[T], *args: object) -> T:
         """Call the learner of this lineage. Raises `ProcessLost` when it is gone, even if its successor is up."""
@@ -373,17 +355,11 @@ class Conductor:
             min_group_size=experience.min_group_size,
         )
 
-    async def _withdrawn(self, task_ids: Collection[str]) -> set[str]:
-        """Return the ids of those tasks that the source has withdrawn since their rollouts began."""
-        if not isinstance(self.source, WithdrawingSource):
-            return set()
-        return await run_in_thread(functools.partial(self.source.withdrawn, task_ids))
-
     async def _quarantine_withdrawn(self, groups: list[Group]) -> bool:
         """Quarantine the rollouts of these groups whose tasks were withdrawn, and delete their files. Returns whether
         there were any."""
         stored = [rollout for group in groups for rollout, _ in group.valid]
-        gone = await self._withdrawn({one.task_id for one in stored})
+        gone = await self.admission.withdrawn({one.task_id for one in stored})
         lost = [one for one in stored if one.task_id in gone]
         await self._quarantine([one.rollout_id for one in lost], WITHDRAWN)
         for one in lost:
@@ -393,7 +369,7 @@ class Conductor:
 
     async def _refuse_withdrawn(self) -> None:
         """Raise `TaskWithdrawn` if a task of the newest batch was withdrawn, so that its weights are discarded."""
-        if gone := await self._withdrawn(self._batched_tasks):
+        if gone := await self.admission.withdrawn(self._batched_tasks):
             hint = "none needed: training goes on from the last checkpoint, without these rollouts"
             raise TaskWithdrawn(f"{len(gone)} tasks were withdrawn while they were trained on", hint=hint)
 
@@ -417,18 +393,10 @@ class Conductor:
         for rollout_id in rollout_ids:
             self.telemetry.event("rollout.signs", rollout_id=rollout_id, state="quarantined", signs=[reason])
 
-    def _recalled_signals(self) -> Signals:
-        size = self.config.experience.min_group_size
-        return Signals(self.ledger.recall(SIGNALS), min_group_size=size, by_task=self._counts_tasks)
-
     def _take_batch(self, batch: BatchRef, plan: BatchPlan) -> None:
-        signals = self._recalled_signals()  # read anew: the transaction may be repeated
-        if self.config.experience.curriculum is Curriculum.SIGNAL:
-            signals.count(plan, self.ledger.batched_groups(plan.judged))
+        self.admission.count(plan)
         self.ledger.batch(batch)
-        self.ledger.remember(SIGNALS, signals.state)
-        tuned = self.rewards.remember(self.ledger, plan)
-        self.signals, self.rewards.tuned = signals, tuned
+        self.rewards.tuned = self.rewards.remember(self.ledger, plan)
 
     async def _next_groups(self) -> list[str]:
         """Wait for the groups of the next step. Has no deadline: every rollout and every term has its own."""
@@ -470,43 +438,15 @@ class Conductor:
         """Admit groups whenever the window has free places, in one transaction with the task cursor."""
         while True:
             self._window_changed.clear()
-            index = await self.ledger_thread(self.ledger.num_groups)
-            num_open, at = index - self._taken, (self._batched, self.step)
+            num_open = await self.ledger_thread(self.ledger.num_groups) - self._taken
+            at = self._batched, self.step
             wanted = (self.config.rl.steps - self._batched) * self.window.max_groups - num_open
             free = min(self.window.free_groups(num_open, *at, self._size), wanted, AT_ONCE)
             if free <= 0:
                 await self._window_changed.wait()
                 continue
-            specs, cursor = list[RolloutSpec](), await self.ledger_thread(self.ledger.cursor, Split.TRAIN)
-            for number in range(index, index + free):
-                task, cursor = self._next_task(cursor)
-                specs += siblings(
-                    f"g{number:06d}",
-                    task,
-                    self.config.experience.group_size,
-                    seed=self.config.seed,
-                    temperature=self.config.rl.temperature,
-                    min_step=self.window.min_step(num_open + number - index, *at),
-                    keep_routes=self.config.wants_routes,
-                )
-                await asyncio.sleep(0)
-            await self.ledger_thread(self.ledger.transaction, functools.partial(self._admit_groups, specs, cursor))
+            await self.admission.admit([self.window.min_step(num_open + number, *at) for number in range(free)])
             self._admitted.set()
-
-    def _next_task(self, cursor: int) -> tuple[Task, int]:
-        """The next training task that the curriculum accepts, and the task cursor after it."""
-        num_tasks = self.source.size(Split.TRAIN)
-        while True:
-            task = self.source.task(Split.TRAIN, cursor if num_tasks is None else cursor % num_tasks)
-            cursor += 1
-            draw = keyed_seed(self.config.seed, "curriculum", cursor) / 2**63
-            if draw < self.signals.chance(task.family, task.problem or task.task_id):
-                return task, cursor
-
-    def _admit_groups(self, specs: list[RolloutSpec], cursor: int) -> None:
-        first = in_first_stage(ids := [spec.rollout_id for spec in specs], self.config.experience.min_group_size)
-        self.ledger.admit(*specs, held={i for i, runs in zip(ids, first, strict=True) if not runs})
-        self.ledger.move_cursor(Split.TRAIN, cursor)
 
     async def evaluate(self, name: str, split: Split, num_tasks: int, tries: int = 1) -> EvalResult:
         """Evaluate the published weights with `tries` rollouts on each of the first `num_tasks` tasks of a split.
@@ -585,9 +525,3 @@ class Conductor:
 
 async def _nothing() -> None:
     """Do nothing: `resume` needs only the learner that `_with_learner` brings up."""
-
-
-def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The single error behind a task group's failure. A recoverable error only if there is no other."""
-    leaves = [_cause(e) if isinstance(e, BaseExceptionGroup) else e for e in group.exceptions]
-    return min(leaves, key=lambda e: (isinstance(e, RECOVERABLE), not isinstance(e, EtudeError)))

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from etude.loop.limits import check_limits, first_tasks
 from etude.loop.locations import read_ledger
 from etude.loop.placement import NO_ENV, Placement
 from etude.loop.preflight import used_splits
-from etude.loop.processes import EXIT_RESTART, KEEP_MEMORY_ENV, Child, Supervisor
+from etude.loop.processes import EXIT_RESTART, KEEP_MEMORY_ENV, Child, Supervisor, unless_failed
 from etude.loop.rollout_views import reported_views
 from etude.loop.rpc import ProcessLost
 from etude.loop.run_processes import RunProcesses, open_processes, rank_arguments, start_rank_hosts
@@ -183,7 +183,7 @@ async def _with_processes(run: RunFolder, config: RunConfig, telemetry: Telemetr
 
     with contextlib.closing(conductor):
         try:
-            async with _unless_failed(members.supervisor):
+            async with unless_failed(members.supervisor):
                 await _phase(run, telemetry, "eval-before", before)
                 await _phase(run, telemetry, "rl", rl)
                 await _phase(run, telemetry, "eval-after", after)
@@ -191,27 +191,6 @@ async def _with_processes(run: RunFolder, config: RunConfig, telemetry: Telemetr
             for task in lending:
                 task.cancel()
             await asyncio.gather(*lending, return_exceptions=True)
-
-
-@contextlib.asynccontextmanager
-async def _unless_failed(supervisor: Supervisor) -> AsyncIterator[None]:
-    """Run the block; cancel it and raise the error when a child cannot be kept alive."""
-    block = asyncio.current_task()
-    assert block is not None, "runs in a task"
-
-    def give_up(_: asyncio.Future[EtudeError]) -> None:
-        block.cancel()
-
-    supervisor.failed.add_done_callback(give_up)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if supervisor.failed.done():
-            block.uncancel()
-            raise supervisor.failed.result() from None
-        raise
-    finally:
-        supervisor.failed.remove_done_callback(give_up)
 
 
 async def _report(run: RunFolder) -> Mapping[str, Any]:

@@ -9,9 +9,10 @@ the conductor, waited for a core does not count: on a loaded host a child is slo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -411,3 +412,24 @@ async def _with_deadline(work: Awaitable[object], seconds: float, child: Child, 
 async def _overdue(child: Child, what: str, seconds: float) -> DeadlineExceeded:
     hint = f"its log is {child.log_path}; if that is empty the host is overloaded: run fewer processes on it"
     return DeadlineExceeded(f"waited for {child.name} {what}", f"for {seconds:.3g} s; {await child.state()}", hint=hint)
+
+
+@contextlib.asynccontextmanager
+async def unless_failed(supervisor: Supervisor) -> AsyncIterator[None]:
+    """Run the block; cancel it and raise the error when a child cannot be kept alive."""
+    block = asyncio.current_task()
+    assert block is not None, "runs in a task"
+
+    def give_up(_: asyncio.Future[EtudeError]) -> None:
+        block.cancel()
+
+    supervisor.failed.add_done_callback(give_up)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if supervisor.failed.done():
+            block.uncancel()
+            raise supervisor.failed.result() from None
+        raise
+    finally:
+        supervisor.failed.remove_done_callback(give_up)

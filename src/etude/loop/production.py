@@ -3,14 +3,17 @@
 Each step takes episodes of the newest window (`production_windows`), each as a group of one rollout in the run's
 ledger, so that every episode is trained on at most once and every rule of a run holds: states, batches, traces, replay,
 publishing, checkpoints. The step's version is the newest one of the run's channel of weights, a candidate for a release
-(`production_loop`).
+(`production_loop`). With `simulated` in the settings, a step's batch also has groups of simulated rollouts
+(`simulated_groups`): episodes have the baselines of their kinds of work, these groups the run's own credit scheme.
 
 Consent is asked twice: when the batch is formed, and after the optimiser step. The second time the privacy folder is
 locked until the version is published, so that no subject withdraws in between. If one has withdrawn, the weights are
-discarded, the learner starts again from the last checkpoint, and the step is made again without that subject."""
+discarded, the learner starts again from the last checkpoint, and the step is made again without that subject. Tasks
+that their source has withdrawn are treated in the same way."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import time
@@ -25,16 +28,19 @@ from etude.experience import Group, plan_batch, step_metrics
 from etude.experience.admission import Straggler
 from etude.experience.ledger import Reconciled
 from etude.experience.transitions import State
+from etude.loop import usage
+from etude.loop.group_admission import WITHDRAWN
 from etude.loop.locations import traces_folder, weights_store
-from etude.loop.processes import Supervisor
+from etude.loop.processes import Supervisor, unless_failed
 from etude.loop.production_windows import Window, Windows
 from etude.loop.retention import delete_oldest, oldest_restart_step
 from etude.loop.rpc import Caller, ProcessLost
 from etude.loop.run_in_thread import run_in_thread
 from etude.loop.run_processes import RunProcesses, open_processes
+from etude.loop.simulated_groups import SimulatedGroups
 from etude.privacy import Level
 from etude.production import Baselines
-from etude.production.episodes import SOURCE
+from etude.production.episodes import SIMULATED, SOURCE
 from etude.records import Version
 from etude.records.sample import Published, StepReport
 from etude.records.summary import BatchPlan, BatchRef, Member
@@ -45,6 +51,7 @@ from etude.training.schedule import rl_lr_multiplier
 from etude.weights.chain.history import LineageSteps
 
 STEP_S, BEGIN_S = 600.0, 1200.0
+MIXED = "mixed"  # the origin of steps that have both
 MAX_FRUITLESS = 6  # lost learners in a row without a step
 BASELINES = "production.baselines"  # in the ledger
 NO_CONSENT = "its subject no longer allows training"
@@ -76,13 +83,22 @@ async def learn(
 async def trainer_of(windows: Windows, telemetry: Telemetry) -> AsyncIterator[ProductionTrainer]:
     """Start a learner process for the run of `windows`, and yield a trainer that uses it.
 
-    The process ends at the end of the `async with` block."""
+    With simulated rollouts also the run's engines, workers and graders are started. The processes end at the end of the
+    `async with` block. Raises the error of a process that cannot be kept alive."""
     supervisor = Supervisor(telemetry, hung_s=windows.config.fleet.hung_s)
+    watching = asyncio.create_task(usage.log_usage(supervisor.usage, telemetry), name="usage")
     try:
-        async with open_processes(windows.run, windows.config, telemetry, supervisor) as processes:
-            await processes.start_learner()
-            yield ProductionTrainer(windows, telemetry, processes)
+        async with (
+            unless_failed(supervisor),
+            open_processes(windows.run, windows.config, telemetry, supervisor) as processes,
+        ):
+            trainer = ProductionTrainer(windows, telemetry, processes)
+            sampling = [processes.start_sampling()] if trainer.simulated is not None else []
+            await asyncio.gather(processes.start_learner(), *sampling)
+            yield trainer
     finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
         await supervisor.close()
 
 
@@ -93,6 +109,7 @@ class ProductionTrainer:
         self.windows, self.telemetry, self.processes = windows, telemetry, processes
         self.run, self.config, self.settings = windows.run, windows.config, windows.settings
         self.ledger, self.storage, self.folder = windows.ledger, windows.storage, windows.folder
+        self.simulated = SimulatedGroups(windows, telemetry, processes) if self.settings.simulated else None
         self.composition = Composition(require_submit=False, kl=self.settings.kl)
         self.step = 0
         self.version: Version | None = None  # of the learner's weights, as last published
@@ -118,10 +135,10 @@ class ProductionTrainer:
             try:
                 if self._learner is None or self._learner.lost.is_set():
                     await self._begin()
-                groups = await self.windows.left()
-                if not groups:
+                episodes = await self.windows.left()
+                if not episodes:
                     break
-                done = await self._make_step(groups)
+                done = await self._make_step(episodes)
             except ProcessLost as error:
                 self._learner, fruitless = None, fruitless + 1
                 self.telemetry.event("lineage", state="lost", step=self.step, reason=error.what)
@@ -149,16 +166,18 @@ class ProductionTrainer:
         mended = await self.storage(self._reconcile, published.version)
         self.telemetry.event("lineage", state="begin", step=self.step, version=str(published.version), **vars(mended))
         await self._drop_files()
+        if self.simulated is not None:
+            await self.simulated.begin(published.version, await self._call("parity", str))
 
     def _reconcile(self, head: Version) -> Reconciled:
         """Correct the ledger's states for the learner's weights. Rollouts of earlier windows that these weights were
         not trained on are quarantined: their version was not promoted, and the next one is not trained on them."""
-        steps, window, prefix = LineageSteps(weights_store(self.run)), self._window, self.windows.prefix
+        steps, window = LineageSteps(weights_store(self.run)), self._window
 
         def spent(group_id: str) -> str:
-            if window is None or window.base is None or not group_id.startswith(prefix):
+            if window is None or window.base is None:
                 return ""
-            return NOT_PROMOTED if int(group_id.removeprefix(prefix)) < window.first else ""
+            return NOT_PROMOTED if self.windows.number(group_id) < window.first else ""
 
         return self.ledger.reconcile(steps, believed=steps.unread_up_to, head=head, spent=spent)
 
@@ -174,12 +193,26 @@ class ProductionTrainer:
 
     # Steps
 
-    async def _make_step(self, groups: list[str]) -> tuple[Version, dict[str, Any]] | None:
-        """Train on these groups and publish the result. Returns the version and metrics of the step.
+    async def _with_simulated(self, episodes: list[str]) -> list[str]:
+        """Return these groups of episodes, and the groups of simulated rollouts of their step, which are complete.
 
-        Returns None if a subject has withdrawn its consent after the batch was formed: the groups that are left will be
-        taken again."""
-        await self._withdraw(groups)
+        If no episode may be trained on, there are no simulated ones either."""
+        await self._withdraw(episodes)
+        number = sum(len(group.valid) for group in await self.storage(self.ledger.groups, episodes))
+        if self.simulated is None or not number:
+            return episodes
+        assert self.version is not None, "a lineage has begun"
+        return [*episodes, *await self.simulated.ready(number, self.version)]
+
+    async def _make_step(self, episodes: list[str]) -> tuple[Version, dict[str, Any]] | None:
+        """Train on these episodes, and on simulated groups as the settings say, and publish the result.
+
+        Returns the version and metrics of the step; None if a subject has withdrawn its consent after the batch was
+        formed: the groups that are left will be taken again."""
+        groups = await self._with_simulated(episodes)
+        await self._withdraw(groups)  # the rollouts took their time
+        if not any(group.valid for group in await self.storage(self.ledger.groups, episodes)):
+            groups = episodes  # simulated groups alone are no production step; a later one takes them
         found = await self.storage(self.ledger.groups, groups)
         k1 = None
         if self.settings.kl:
@@ -196,21 +229,24 @@ class ProductionTrainer:
             hint = f"{error.hint}; the last good checkpoint is of step {self.step}"
             raise NotFinite(error.what, error.facts, hint=hint) from None
         async with self._locked():
-            if await self._withdraw(groups):
-                self.telemetry.event("production.discarded", step=batch.step, reason=NO_CONSENT)
-                await self._begin()
-                return None
-            await self._call("offer", type(None), batch.rollout_ids)
-            published = await self._call("published", Published)
+            if not (gone := await self._withdraw(groups)):
+                await self._call("offer", type(None), batch.rollout_ids)
+                published = await self._call("published", Published)
+        if gone:
+            self.telemetry.event("production.discarded", step=batch.step, reason=f"{gone} rollouts were withdrawn")
+            await self._begin()
+            return None
         await self.storage(self.ledger.commit, batch.rollout_ids, published.version)
         self.step, self.version = batch.step, published.version
+        parts = {name: _metrics(part, batch) for name, part in self._by_origin(plan).items()}
         facts = {
             **step_metrics(plan, batch),
             **{name: getattr(report, name) for name in report.__struct_fields__},
             **optim,
-            "origin": SOURCE,
+            "origin": MIXED if len(parts) > 1 else SOURCE,
+            "origins": parts,
             "window": 0 if self._window is None else self._window.number,
-            "sampled_by": _sampled_by(found, self._window),
+            "sampled_by": _sampled_by([one for one in found if self.windows.is_episode(one.group_id)], self._window),
             "train_s": round(time.perf_counter() - began, 4),
         }
         self.telemetry.event("rl.step", step=batch.step, num_steps=batch.step, **facts)
@@ -225,15 +261,19 @@ class ProductionTrainer:
             yield
 
     async def _withdraw(self, groups: Sequence[str]) -> int:
-        """Quarantine the rollouts of these groups whose subjects do not allow training now, and delete their files.
-        Returns how many there are."""
+        """Quarantine the rollouts of these groups whose subjects do not allow training now, or whose tasks were
+        withdrawn, and delete their files. Returns how many there are."""
         rows = [row for group_id in groups for row in await self.storage(self.ledger.group_rows, group_id)]
-        ids = [row.rollout_id for row in rows if row.state in (State.GRADED, State.BATCHED)]
-        gone = await self.storage(self._without_consent, ids)
+        rows = [row for row in rows if row.state in (State.GRADED, State.BATCHED)]
+        episodes = [row.rollout_id for row in rows if self.windows.is_episode(row.group_id)]
+        gone = dict.fromkeys(await self.storage(self._without_consent, episodes), NO_CONSENT)
+        if self.simulated is not None:
+            simulated = [row.rollout_id for row in rows if not self.windows.is_episode(row.group_id)]
+            gone |= dict.fromkeys(await self.simulated.withdrawn(simulated), WITHDRAWN)
 
         def work() -> None:
-            for rollout_id in gone:
-                self.ledger.move(rollout_id, State.QUARANTINED, reason=NO_CONSENT)
+            for rollout_id, reason in gone.items():
+                self.ledger.move(rollout_id, State.QUARANTINED, reason=reason)
 
         if gone:
             summaries = [await self.storage(self.ledger.finished, rollout_id) for rollout_id in gone]
@@ -251,11 +291,14 @@ class ProductionTrainer:
         return [i for i in rollout_ids if not records.get(i) or not records[i] <= usable]
 
     def _plan(self, groups: Sequence[Group], k1: dict[str, float] | None) -> BatchPlan:
-        """Plan the next step: rewards by the terms, and advantages by the baselines of the kinds of work."""
+        """Plan the next step: rewards by the terms, and advantages by the baselines of the kinds of work.
+
+        Simulated groups have the rewards and advantages of the run's RL."""
+        batch_id, step = f"b{self.step + 1:06d}", self.step + 1
         plan = plan_batch(
-            groups,
-            batch_id=f"b{self.step + 1:06d}",
-            step=self.step + 1,
+            [one for one in groups if self.windows.is_episode(one.group_id)],
+            batch_id=batch_id,
+            step=step,
             max_lag=self.settings.max_lag,
             composition=self.composition,
             straggler=Straggler.MASK,
@@ -265,9 +308,28 @@ class ProductionTrainer:
         rewarded = list(_rewarded(plan))
         given = baselines.advantages([reward for _, reward in rewarded])
         by_id = {one.rollout_id: advantage for (one, _), advantage in zip(rewarded, given, strict=True)}
-        members = tuple(msgspec.structs.replace(one, advantage=by_id.get(one.rollout_id, 0.0)) for one in plan.members)
+        members = [msgspec.structs.replace(one, advantage=by_id.get(one.rollout_id, 0.0)) for one in plan.members]
         rewards = {**plan.rewards, "scheme": SCHEME, "scheme_version": SCHEME_VERSION}
-        return msgspec.structs.replace(plan, members=members, rewards=rewards, lr_share=self._lr_share())
+        num_tokens = plan.num_loss_tokens
+        if simulated := [one for one in groups if not self.windows.is_episode(one.group_id)]:
+            assert self.simulated is not None, "they are its groups"
+            beside = self.simulated.plan(simulated, k1, batch_id=batch_id, step=step)
+            members, rewards = [*members, *beside.members], {**rewards, SIMULATED: beside.rewards}
+            num_tokens += beside.num_loss_tokens
+        return msgspec.structs.replace(
+            plan,
+            members=tuple(sorted(members, key=lambda one: one.rollout_id)),
+            num_loss_tokens=num_tokens,
+            rewards=rewards,
+            lr_share=self._lr_share(),
+        )
+
+    def _by_origin(self, plan: BatchPlan) -> dict[str, BatchPlan]:
+        """Return the members of a plan by their origin: "production", and "simulated" if it has such."""
+        found = dict[str, list[Member]]()
+        for one in plan.members:
+            found.setdefault(SOURCE if self.windows.is_episode(one.group_id) else SIMULATED, []).append(one)
+        return {name: msgspec.structs.replace(plan, members=tuple(some)) for name, some in sorted(found.items())}
 
     def _lr_share(self) -> float:
         """Return the factor of the run's scheduled rate that makes the rate of the next step: constant after a warm-up
@@ -284,9 +346,12 @@ class ProductionTrainer:
 
     def _take(self, batch: BatchRef, plan: BatchPlan) -> None:
         """Record the batch, and count its rewards in the baselines, unless they were counted before."""
+        parts = self._by_origin(plan)
         baselines = Baselines(self.ledger.recall(BASELINES))
         before = self.ledger.batched_groups([one.group_id for one in plan.members])
-        baselines.count([reward for one, reward in _rewarded(plan) if one.group_id not in before])
+        baselines.count([reward for one, reward in _rewarded(parts[SOURCE]) if one.group_id not in before])
+        if self.simulated is not None and SIMULATED in parts:
+            self.simulated.take(parts[SIMULATED])
         self.ledger.batch(batch)
         self.ledger.remember(BASELINES, baselines.state)
 
@@ -311,6 +376,13 @@ def _rewarded(plan: BatchPlan) -> Iterator[tuple[Member, tuple[str, float]]]:
     for one in plan.members:
         if one.reward is not None and one.summary is not None:
             yield one, (one.summary.family, one.reward.value)
+
+
+def _metrics(part: BatchPlan, batch: BatchRef) -> dict[str, Any]:
+    """Return the metrics of the members of one origin."""
+    whole = step_metrics(part, batch)
+    names = ("num_groups", "reward_mean", "no_signal_share", "lag", "token_lag", "invalid")
+    return {name: whole[name] for name in names} | {"num_rollouts": sum(map(len, part.judged.values()))}
 
 
 def _sampled_by(groups: Sequence[Group], window: Window | None) -> dict[str, float]:

@@ -93,14 +93,18 @@ class Windows:
             hint = f"finish its RL first: etude run --resume {run.path}"
             raise RunRefused(f"{run.path} cannot learn from production yet", "its RL has not ended", hint=hint)
         self.run, self.config, self.settings, self.folder, self.signals = run, config, settings, folder, signals
-        capacity = config.experience.window.max_open_groups * config.experience.group_size
-        if settings.window > capacity:
+        size = config.experience.group_size
+        capacity = config.experience.window.max_open_groups * size
+        simulated = settings.simulated_groups(settings.episodes, size) * size  # of one step
+        if settings.window + simulated > capacity:
+            beside = f" with {simulated} simulated rollouts of a step" if simulated else ""
+            lower = "lower episodes (or loop.steps)" + (", or simulated" if simulated else "")
             raise ConfigError(
-                f"a window of {settings.window} episodes is larger than the run's ledger",
+                f"a window of {settings.window} episodes{beside} is larger than the run's ledger",
                 f"it has {capacity} slots: groups_per_step x group_size x (max_lag + 1) of the run",
-                hint=f"lower episodes (or loop.steps), so that a window has {capacity} episodes or less",
+                hint=f"{lower}, so that both together are {capacity} or less",
             )
-        self.ledger = Ledger(ledger_location(run), capacity=capacity, log=log)
+        self.ledger = Ledger(ledger_location(run), capacity=capacity, composition=config.composition, log=log)
         self._episodes = OpenEpisodes(folder)
         self.storage = SerialExecutor("storage")  # the one thread that uses the ledger and the privacy folder
         self.files = rollout_files(run)
@@ -132,13 +136,21 @@ class Windows:
                 hint=f"give --releases {first}; to begin a new history, move that file away",
             )
 
+    def is_episode(self, group_id: str) -> bool:
+        """Return whether a group is a production episode. All others are groups of simulated rollouts."""
+        return group_id.startswith(self.prefix)
+
+    def number(self, group_id: str) -> int:
+        """Return the number of a group, counted over all groups that were ever admitted."""
+        return int(group_id.rpartition("-")[2].removeprefix("g"))
+
     def remember_releases(self, path: Path) -> None:
         """Store which file of releases the run's loop uses. Call it in the thread `storage`."""
         self.ledger.transaction(lambda: self.ledger.remember(RELEASES, str(path.resolve())))
 
     async def left(self) -> list[str]:
-        """Return the ids of the groups of the next step: the first ones that no step has trained on."""
-        open_now = [i for i in await self.storage(self.ledger.open_groups) if i.startswith(self.prefix)]
+        """Return the ids of the episodes of the next step: the first ones that no step has trained on."""
+        open_now = [i for i in await self.storage(self.ledger.open_groups) if self.is_episode(i)]
         window = await self.storage(self.newest)
         return open_now if window is None else open_now[: window.per_step]
 

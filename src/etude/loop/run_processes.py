@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from etude.errors import DeadlineExceeded, EtudeError
+from etude.errors import DeadlineExceeded, EngineError, EtudeError
 from etude.experience import RolloutFiles
 from etude.inference import HttpEngine
 from etude.inference.config import SERVERS, EngineKind
@@ -49,6 +49,7 @@ that hang."""
 SCRIPT_S = 600.0
 """Seconds to create and remove the machine of a scripted rollout, in addition to its commands: its image may be
 large."""
+ADOPT_S, POLL_S = 30.0, 0.05
 ENGINE_NICE = 5
 """Nice value of engines. On shared cores they yield to harness, machines and graders: tool calls are short, and
 requests gather while they run, so that the engine's next step decodes a larger batch. They also yield to the learner:
@@ -175,6 +176,20 @@ class RunProcesses:
         """Wait until at least one engine is ready. Returns at once when the run has engines of its own."""
         if self.registrar is not None and not self._own:
             await wait_for_first_engine(self.registrar, self.telemetry, self.config.fleet.listen)
+
+    async def wait_for_adoption(self, version: Version) -> None:
+        """Wait until every engine that answers has loaded exactly this version, at most `ADOPT_S` seconds.
+
+        Comparing step numbers would not suffice: an engine could still have its starting weights or those of a lost
+        lineage. Lost or late engines get no work until they adopt it."""
+
+        async def adopted(engine: HttpEngine) -> None:
+            with contextlib.suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(ADOPT_S):
+                    while (await engine.info()).version != version:  # noqa: ASYNC110  the state is in another process
+                        await asyncio.sleep(POLL_S)
+
+        await asyncio.gather(*(adopted(engine) for engine in self.engines.values()))
 
     def require_parity(self, learner_class: str) -> None:
         """From now on, refuse remote engines that may compute other bits than the learner does.

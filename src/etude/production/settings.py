@@ -58,6 +58,9 @@ class LearnSettings:
       else the newest when the program starts.
     - `lr_share`: the learning rate of production steps, as a share of the run's peak rate (`learner.lr`). It is
       constant, after a warm-up over `learner.warmup_steps` from the deployed version on.
+    - `simulated`: the share of a step's rollouts that are of tasks from the run's task source, in whole groups; 0:
+      none.
+    - `simulated_wait_s`: the program ends with an error if no simulated rollout has ended for so many seconds.
     - `loop`: the settings of the endless loop; None: steps only, without releases."""
 
     outcomes: Mapping[str, float]
@@ -69,6 +72,8 @@ class LearnSettings:
     max_lag: int = ranged(8, low=0, high=256)
     kl: float = ranged(0.0, low=0.0)
     lr_share: float = ranged(0.1, low=0.0, high=10.0)
+    simulated: float = ranged(0.0, low=0.0, high=0.95)
+    simulated_wait_s: float = ranged(3600.0, low=1.0)
     loop: LoopSettings | None = None
 
     def __post_init__(self) -> None:
@@ -76,6 +81,11 @@ class LearnSettings:
         if not known or len(known) < len(self.outcomes):
             raise ValueError(
                 f"outcomes = {dict(self.outcomes)}: give at least one signal, each with a finite weight that is not 0"
+            )
+        if self.loop is not None and self.max_lag < self.loop.steps - 1:
+            raise ValueError(
+                f"max_lag = {self.max_lag} is below loop.steps - 1 = {self.loop.steps - 1}: the last steps of a window "
+                "would train on none of its tokens; raise max_lag, or lower loop.steps"
             )
 
     @property
@@ -91,6 +101,18 @@ class LearnSettings:
         16
         """
         return max(1, int(self.user_share * self.window))
+
+    def simulated_groups(self, num_episodes: int, group_size: int) -> int:
+        """Return how many groups of simulated rollouts a step with so many episodes has: at least one with a share.
+
+        >>> LearnSettings(outcomes={"kept": 1.0}, simulated=0.5).simulated_groups(64, 8)
+        8
+        >>> LearnSettings(outcomes={"kept": 1.0}, simulated=0.2).simulated_groups(3, 8)
+        1
+        """
+        if not self.simulated or not num_episodes:
+            return 0
+        return max(1, round(num_episodes * self.simulated / (1.0 - self.simulated) / group_size))
 
 
 def read_settings(path: Path, overrides: Sequence[str] = ()) -> LearnSettings:

@@ -194,7 +194,7 @@ KEYS = [
     *("step", "num_steps", "phase", "state", "wall_s", "reward_mean", "best_of_k", "lag", "token_lag", "invalid"),
     *("tokens", "loss", "name", "rate", "low", "high", "by_family", "object_bytes", "bound_bytes", "snapshot_bytes"),
     *("anchor", "pause_s", "num_running", "ratio_max", "processes", "entropy", "k3", "no_signal_share", "num_tasks"),
-    *("solved", "copy_probe", "oracle", "reason", "wait_s"),
+    *("solved", "copy_probe", "oracle", "reason", "wait_s", "origin", "origins"),
 ]
 VALUES = st.recursive(
     st.none()
@@ -203,7 +203,10 @@ VALUES = st.recursive(
     | st.floats()
     | st.sampled_from(["rl", "start", "end", "before", "after", "during", "mid-training", "<b>", "lost", "restart"])
     | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["0", "1", "-2", "cpu_s", "x"]), inner),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["0", "1", "-2", "cpu_s", "x", "simulated", "lag"]), inner)
+    ),
     max_leaves=6,
 )
 EVENTS = st.lists(

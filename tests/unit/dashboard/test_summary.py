@@ -108,7 +108,29 @@ def test_steps_on_production_episodes_are_told_apart_from_those_on_tasks(writer)
         "reward_mean": 0.75,
         "lag": {"mean": 1.25, "max": 2, "histogram": {"1": 3, "2": 1}},
         "sampled_by": {"before": 0.5, "deployed": 0.5, "other": 0.0},
+        "mixed_steps": 0,
+        "simulated_groups": 0,
     }
+
+
+def test_the_lag_and_the_rewards_of_a_mixed_step_are_told_apart_by_origin(writer):
+    writer.event(1.0, "conductor", "rl.step", step=1, lag={"0": 6}, num_groups=2, reward_mean=0.0)
+    users = {"num_groups": 4, "num_rollouts": 4, "reward_mean": 0.75, "lag": {"3": 4}}
+    tasks = {"num_groups": 2, "num_rollouts": 8, "reward_mean": 0.25, "lag": {"0": 7, "1": 1}}
+    facts = {"lag": {"0": 7, "1": 1, "3": 4}, "num_groups": 6, "reward_mean": 0.417, "origin": "mixed"}
+    writer.event(2.0, "conductor", "rl.step", step=2, **facts, origins={"production": users, "simulated": tasks})
+    summary = summarise(writer.path)
+    assert summary["lag"]["histogram"] == {"0": 13, "1": 1}
+    assert summary["production"] == {
+        "steps": 1,
+        "episodes": 4,
+        "reward_mean": 0.75,
+        "lag": {"mean": 3.0, "max": 3, "histogram": {"3": 4}},
+        "sampled_by": {},
+        "mixed_steps": 1,
+        "simulated_groups": 2,
+    }
+    assert "steps on 4 episodes of users; lag 3; 2 simulated groups in 1 of them" in page(RunView(writer.path))
 
 
 def test_lag_is_counted_over_rollouts(writer):

@@ -138,6 +138,22 @@ def mutated(chance: random.Random, body: Any) -> Any:
     return value(chance)
 
 
+def drawn(chance: random.Random) -> tuple[str, bytes]:
+    """A path and a body for it: a good one with up to two changes, and sometimes a wrong byte."""
+    path = chance.choice(list(GOOD))
+    body: Any = {"model": MODEL, **GOOD[path]}
+    for name in chance.sample(list(body), chance.randrange(len(body))):  # fewer of what excludes each other
+        if name not in ("model", "messages", "input", "prompt", "max_tokens"):
+            del body[name]
+    for _ in range(chance.randrange(3)):
+        body = mutated(chance, body)
+    data = json.dumps(body).encode()
+    if chance.random() < 0.05:
+        cut = chance.randrange(len(data) + 1)
+        data = data[:cut] + bytes([chance.randrange(256)]) + data[cut + chance.randrange(3) :]
+    return path, data
+
+
 @pytest.mark.parametrize(
     "requests", [2_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
 )
@@ -152,17 +168,7 @@ def test_no_body_makes_an_answer_of_the_class_500(requests: int) -> None:
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             for _ in range(requests):
-                path = chance.choice(list(GOOD))
-                body: Any = {"model": MODEL, **GOOD[path]}
-                for name in chance.sample(list(body), chance.randrange(len(body))):  # fewer of what excludes each other
-                    if name not in ("model", "messages", "input", "prompt", "max_tokens"):
-                        del body[name]
-                for _ in range(chance.randrange(3)):
-                    body = mutated(chance, body)
-                data = json.dumps(body).encode()
-                if chance.random() < 0.05:
-                    cut = chance.randrange(len(data) + 1)
-                    data = data[:cut] + bytes([chance.randrange(256)]) + data[cut + chance.randrange(3) :]
+                path, data = drawn(chance)
                 answer = await client.post(path, content=data, headers={"content-type": "application/json"})
                 statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
                 assert answer.status_code < 500, (path, data, answer.text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -126,3 +127,18 @@ def test_settings_that_cannot_work_are_refused_with_what_to_write(tmp_path: Path
         path.write_text(text)
         with pytest.raises(ConfigError, match=word):
             read_settings(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("simulated = 1.0", "simulated = 1.0 is out of range"),
+        ("simulated = -0.1", "simulated = -0.1 is out of range"),
+        ("simulated_wait_s = 0.0", "simulated_wait_s = 0.0 is out of range"),
+        ('[loop]\nrelease = "r.toml"\nsteps = 12', "max_lag = 8 is below loop.steps - 1 = 11"),
+    ],
+)
+def test_settings_under_which_a_step_cannot_be_made_are_refused(tmp_path: Path, settings: str, said: str) -> None:
+    (tmp_path / "learn.toml").write_text(f"outcomes = {{ kept = 1.0 }}\n{settings}\n")
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        read_settings(tmp_path / "learn.toml")
