@@ -165,10 +165,10 @@ class ScriptedJudge:
             [verdict] = scores
         if code := re.search(r'code \(the text "(\w+)"\)', prompt):
             return json.dumps({"reason": "as scripted", "verdict": verdict, "code": code[1]})
+        words = ", ".join(map(str, verdict)) if isinstance(verdict, list) else str(verdict)
         if code := re.search(r"^VERDICT (\w+): VALUE$", prompt, re.MULTILINE):
-            words = ", ".join(map(str, verdict)) if isinstance(verdict, list) else str(verdict)
             return f"As scripted.\nVERDICT {code[1]}: {words}"
-        return str(verdict)
+        return words
 
 
 @dataclass
