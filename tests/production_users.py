@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 from tests.played_run import PlayedRun
 from tests.served_answers import served_answer
+from tests.served_gateway import ServedGateway
 
 from etude.config import load, to_toml
 from etude.errors import Exit, StoreError
@@ -150,9 +151,11 @@ class ServedLoop:
     """`etude learn --releases` in processes of its own, on a finished run whose users come all the time.
 
     `errors`: how often it ended with an error. `config`, `start`: of the game of `tests.conftest`. `cli`: the command
-    line in `path`. Close it."""
+    line in `path`. `gateway`: whether clients use a real gateway of the run beside these users. Close it."""
 
-    def __init__(self, path: Path, config: Path, start: Path, cli: Any, *, num_users: int = 12) -> None:
+    def __init__(
+        self, path: Path, config: Path, start: Path, cli: Any, *, num_users: int = 12, gateway: bool = False
+    ) -> None:
         sets = ["rl.steps=2", "evals.every=50", "experience.max_lag=0", 'parity.over_budget="report"']
         self.path, self.cli, self.log = path, cli, path / "out.log"
         self.log.touch()
@@ -164,6 +167,7 @@ class ServedLoop:
             (path / f"{name}.toml").write_text(text)
         self.users = Users(self.played.folder, path)
         self._names = [f"user-{i}" for i in range(num_users)]
+        self.gateway = ServedGateway(path, MODEL, cli) if gateway else None
         self._process: subprocess.Popen[str] | None = None
         self.errors = self._starts = 0
         self._state, self._since = "", time.monotonic()
@@ -174,10 +178,12 @@ class ServedLoop:
         self.played.folder.end_phase("rl", wall_s=1.0)
 
     def close(self) -> None:
-        """End the loop, and close the users' files."""
+        """End the loop and the gateway, and close the users' files."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
+        if self.gateway is not None:
+            self.gateway.close()
         self.users.close()
 
     def arguments(self, *, cycles: int) -> list[str]:
@@ -227,11 +233,15 @@ class ServedLoop:
         while process.poll() is None:
             process = self._visit(process, cycles=max(1, cycles - self.ended))
         assert process.returncode == Exit.DONE, self.log.read_text()[-4000:]
+        if self.gateway is not None:
+            self.gateway.close()
         return killed
 
     def _visit(self, process: subprocess.Popen[str], *, cycles: int) -> subprocess.Popen[str]:
         """Let all users come, and return the loop: a new one if it has ended with an error."""
         self.users.visit(self._names)
+        if self.gateway is not None:
+            self.gateway.check()
         time.sleep(1.0)  # what they said is read again at each look for a window
         state = str(self.window)
         if state != self._state:
@@ -246,6 +256,8 @@ class ServedLoop:
     def _kill(self, process: subprocess.Popen[str], target: str) -> str:
         window = self.window
         part = "waiting" if window["result"] else "releasing" if window["candidate"] else "training"
+        if target == "gateway" and self.gateway is not None and self.gateway.kill():
+            return f"gateway, {part}"
         words = {"learner": "etude.loop.learner", "gate": "etude.cli eval"}.get(target)
         pids = [] if words is None else [pid for pid, said in _children(process.pid) if words in said]
         for pid in pids:
@@ -265,9 +277,12 @@ class ServedLoop:
         assert found, audit.stdout + audit.stderr
         with contextlib.closing(Ledger.open_readonly(folder / "ledger.sqlite")) as ledger:
             rows = {row.rollout_id: row for row in ledger.rows() if row.rollout_id.startswith("production-")}
+        given, ended = self.users.acknowledged, self.ended
+        of_gateway: dict[str, int] = {}
         with PrivacyFolder(self.path / "privacy") as privacy:
             used = [one for found in privacy.records.records_of(list(rows)).values() for one in found]
-        given, ended = self.users.acknowledged, self.ended
+            if self.gateway is not None:
+                of_gateway, given = self.gateway.facts(privacy), given | self.gateway.acknowledged
         lines = (folder / "events" / "conductor.jsonl").read_text().splitlines()
         ours = [one for one in lines if '"production.window"' in one and one.endswith("}")]  # or cut by a kill
         events = [one for one in map(json.loads, ours) if one["kind"] == "production.window"]
@@ -298,6 +313,7 @@ class ServedLoop:
             "bad_releases_open": sum(one.is_open or one.pending is not None for one in releases),
             "bad_releases_without_a_window": abs(len(releases) + unchanged - ended),
             "bad_stable_version": int(bool(promoted) and stable != promoted[-1]),
+            **of_gateway,
         }
 
 

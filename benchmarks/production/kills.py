@@ -1,7 +1,8 @@
-"""kill -9 of the endless loop, of its learner and of its gate's evaluation, at random, over cycles; then the counts.
+"""kill -9 of the endless loop, its learner, its gate's evaluation and the gateway, at random, over cycles; the counts.
 
-A small model that plays a game, made here. The loop is the real command with its processes. Users are captured and send
-signals all the time; no engine computes their answers, so the gateway is not killed here (`tests/faults` does that).
+A small model that plays a game, made here. Loop and gateway are the real commands with their processes. Clients use the
+gateway all the time, and try again when it is killed; its engines compute their answers. Beside them come users whose
+answers no engine computes, so that a window is full soon.
 
     python -m benchmarks.production.kills [--kills 50] [--cycles 3] [--every-s 20] [--seed 0]
 
@@ -23,7 +24,7 @@ from tests.production_users import ServedLoop
 
 from benchmarks.report import report
 
-TARGETS = ("loop", "learner", "gate")
+TARGETS = ("loop", "learner", "gate", "gateway")
 
 
 def main() -> None:
@@ -38,7 +39,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="etude-kills-") as folder:
         (Path(folder) / "game").mkdir()
         game = made_game(Path(folder) / "game")
-        loop = ServedLoop(Path(folder), game.config, game.start, Cli(Path(folder), os.environ | QUIET))
+        loop = ServedLoop(Path(folder), game.config, game.start, Cli(Path(folder), os.environ | QUIET), gateway=True)
         try:
             killed = loop.killed_at(delays, lambda: draw.choice(TARGETS), cycles=args.cycles)
             facts = loop.facts()

@@ -532,35 +532,6 @@ class Learner(Protocol):
 
 
 @runtime_checkable
-class ExperienceStore(Protocol):
-    """The durable record of every rollout of a run: its state, which is kept in a ledger (a database), and its data."""
-
-    def move(self, rollout_id: str, to: str, *, reason: str = "", **facts: Any) -> None:
-        """Change the state of a rollout to `to`. `reason` and `facts` are stored with the change.
-
-        Raises `LedgerError` when the transition is not allowed."""
-        ...
-
-    def put(self, rollout_id: str, name: str, data: bytes) -> None:
-        """Store data of a rollout under a name. It is durable when this returns.
-
-        Call it before the `move` to a state that needs the data."""
-        ...
-
-    def get(self, rollout_id: str, name: str) -> bytes | None:
-        """Return data that `put` stored; None when there is none under this name."""
-        ...
-
-    def states(self) -> dict[str, int]:
-        """Return the number of rollouts in each state."""
-        ...
-
-    def transaction(self, work: Callable[[], None]) -> None:
-        """Call `work` in one transaction: all `move` and `put` calls in it take effect, or none."""
-        ...
-
-
-@runtime_checkable
 class AnswerRecorder(Protocol):
     """Receives the answers that a gateway serves, for example to store them."""
 

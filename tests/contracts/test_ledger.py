@@ -19,7 +19,6 @@ from etude.experience.open_database import open_database
 from etude.experience.transitions import HOLDING, MOVES, TERMINAL, State
 from etude.records.summary import BatchRef
 from etude.records.wire import unpack
-from etude.seams import ExperienceStore
 
 FORMAT = Path(__file__).parents[2] / "docs/formats/ledger.md"
 PLACES: dict[str, Callable[[pytest.FixtureRequest, Path], Path | str]] = {
@@ -53,10 +52,6 @@ def finish_group(ledger):
 def batch_of(ledger, *group_ids, step=1):
     groups = [ledger.group(g) for g in group_ids]
     return make_batch(plan_batch(groups, batch_id=f"b{step:06d}", step=step, max_lag=9), read)
-
-
-def test_the_ledger_is_an_experience_store(ledger):
-    assert isinstance(ledger, ExperienceStore)
 
 
 def test_a_finished_rollout_is_stored_with_its_transition(ledger, kit, finish_group):

@@ -1,4 +1,4 @@
-"""kill -9 of the endless loop, of its learner and of its gate's evaluation, at random moments over cycles."""
+"""kill -9 of the endless loop, its learner, its gate's evaluation and the gateway, at random moments over cycles."""
 
 from __future__ import annotations
 
@@ -24,12 +24,21 @@ def loop(tmp_path: Path, game: Any, cli_in: Callable[[Path], Any]) -> Iterator[S
     made.close()
 
 
-def test_a_loop_that_is_killed_at_random_goes_on_and_trains_on_no_episode_twice(loop: ServedLoop) -> None:
+@pytest.fixture
+def served(tmp_path: Path, game: Any, cli_in: Callable[[Path], Any]) -> Iterator[ServedLoop]:
+    made = ServedLoop(tmp_path, game.config, game.start, cli_in(tmp_path), gateway=True)
+    yield made
+    made.close()
+
+
+def test_a_loop_that_is_killed_at_random_goes_on_and_trains_on_no_episode_twice(served: ServedLoop) -> None:
     draw = random.Random(1)
-    delays = [draw.uniform(2.0, 30.0) for _ in range(4)]
-    killed = loop.killed_at(delays, lambda: draw.choice(["loop", "learner", "gate"]), cycles=2)
-    assert len(killed) == 4
-    facts = loop.facts()
+    delays = [draw.uniform(2.0, 30.0) for _ in range(5)]
+    targets = iter(["loop", "gateway", "learner", "gateway", "gate"])
+    killed = served.killed_at(delays, lambda: next(targets), cycles=2)
+    assert len(killed) == 5
+    facts = served.facts()
+    assert min(facts["answers"], facts["signals_of_the_gateway"]) > 0, facts
     assert facts["windows_ended"] >= 2
     bad = {name: facts[name] for name in facts if name.startswith("bad_") and facts[name]}
     assert not bad, facts

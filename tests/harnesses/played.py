@@ -98,7 +98,7 @@ def config_of(
     program = harness["program"]
     argv = [tools if word == "Bash" and tools else word for word in program["argv"]]
     at = argv.index("{instruction}") if arguments else 0
-    options = at - (argv[at - 1] == "-p")  # Claude Code's instruction is the value of an option
+    options = at - (argv[at - 1] in ("-p", "-t"))  # the instruction is the value of an option
     program |= {"argv": [*argv[:options], *arguments, *argv[options:]], "env": program.get("env", {}) | (env or {})}
     return build(HarnessConfig, harness)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.harnesses.agents import AGENTS, FOLDER
-from tests.harnesses.played import ANSWERS, GUIDE, Answers, by_sub_agent, by_summaries, config_of, play
+from tests.harnesses.played import ANSWERS, GUIDE, Answers, by_sub_agent, by_summaries, by_text, config_of, play
 
 from etude.harness import HarnessConfig
 from etude.loop.limits import build_config
@@ -62,6 +62,26 @@ def test_a_real_agent_does_its_task_and_all_it_asks_is_attributed(name: str, mon
     assert played.attributed == 1.0, played.statuses
     assert (played.num_failed, played.num_resampled) == (0, 0), played.statuses
     assert played.rows == played.branches == 1, played.starts
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("limit", "answers", "ending", "status"),
+    [
+        ("agent.step_limit=1", ANSWERS["mini-swe-agent"], "turns", "LimitsExceeded"),
+        ("agent.max_consecutive_format_errors=2", by_text("I think", "so"), "stopped", "RepeatedFormatError"),
+    ],
+)
+def test_limits_of_mini_swe_agents_own_are_no_submissions(
+    limit: str, answers: Answers, ending: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why := AGENTS["mini-swe-agent"].why_not():
+        pytest.skip(why)
+    monkeypatch.chdir(Path(FOLDER))
+    played = play(config_of("mini-swe-agent", "-c", limit), answers)
+    assert played.ending == ending, played.log
+    assert f'etude: exit code 0\netude: info.exit_status = "{status}": {ending}\n' in played.log
 
 
 @pytest.mark.slow

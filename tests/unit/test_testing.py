@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from etude import seams
-from etude.errors import ContextFull, EngineBehind, EngineError, LedgerError, MachineError
+from etude.errors import ContextFull, EngineBehind, EngineError, MachineError
 from etude.records.completion import CompletionRequest, Sampling, StopReason
 from etude.records.rollout import Trace, Turn
 from etude.testing import (
@@ -17,7 +17,6 @@ from etude.testing import (
     FakeGrader,
     FakeLearner,
     ListSource,
-    MemoryExperience,
     MemoryMachine,
     MemoryRuntime,
     ScriptedEngine,
@@ -43,7 +42,6 @@ def test_every_fake_stands_behind_its_seam() -> None:
     assert isinstance(MemoryMachine({}), seams.Machine)
     assert isinstance(FakeGrader(), seams.Grader)
     assert isinstance(FakeLearner(), seams.Learner)
-    assert isinstance(MemoryExperience(), seams.ExperienceStore)
     assert isinstance(ListSource([]), seams.TaskSource)
 
 
@@ -66,6 +64,12 @@ def test_scripted_completions_make_a_whole_path_with_every_route() -> None:
     assert path.token_ids.tolist() == [1, 2, 3, 5, 9, 4, 6, 6, 6, 6]
     assert path.steps.tolist() == [3] * 10
     assert path.routes[:-1, 0, 0].tolist() == [p % 4 for p in range(9)]
+
+
+def test_a_scripted_completion_has_the_routes_of_a_long_prompt() -> None:
+    done = asyncio.run(ScriptedEngine([[5, 9]]).generate(_request([1] * 1000, routes_from=200)))
+    assert (done.routes_start, done.routes.dtype) == (200, np.uint8)
+    assert done.routes[:, 0, 0].tolist() == [p % 4 for p in range(200, 1001)]
 
 
 def test_a_scripted_engine_refuses_what_an_engine_refuses() -> None:
@@ -160,21 +164,6 @@ def test_reading_follows_the_seams_errors() -> None:
 def test_run_python_does_what_an_interpreter_does(script: bytes, code: int, output: str) -> None:
     files = {"t.py": script, "one.py": b"X = 1", "ring.py": b"import other\nY = 2", "other.py": b"import ring"}
     assert run_python(files, "t.py", ["x"], b"in") == (code, output)
-
-
-def test_a_transaction_is_all_or_nothing_and_a_table_is_kept() -> None:
-    store = MemoryExperience({"": ["running"], "running": ["graded"]})
-
-    def work() -> None:
-        store.move("g0.0", "graded")
-        store.put("g0.0", "rollout", b"x")
-        store.move("g0.0", "running")
-
-    store.move("g0.0", "running")
-    with pytest.raises(LedgerError, match="from graded to running"):
-        store.transaction(work)
-    assert store.states() == {"running": 1}
-    assert store.get("g0.0", "rollout") is None
 
 
 def test_a_fake_learner_counts_steps_and_remembers_them(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from etude.cli.lost_text import lost_parts
 from etude.cli.rollout_tree import print_views
 from etude.config import read
 from etude.dashboard.formatting import number
@@ -47,7 +48,6 @@ from etude.rollouts.scripted import scripted_completion
 from etude.rollouts.view import view_turns
 
 _LAST = ("submit", "finish", "done", "exit", "complete", "attempt_completion", "end")  # tools that end an agent
-_PROBE_CHARS = 40  # of a text that must be found in the rendering
 _asked: contextvars.ContextVar[tuple[str, Mapping[str, Signature]]] = contextvars.ContextVar("the running request")
 
 Answer = Callable[[str, Mapping[str, Signature]], str | Call]
@@ -125,7 +125,7 @@ async def _play(
 class Observed:
     """One turn of the checked program.
 
-    `lost`: the tools and messages of its request that are not in the tokens that the model read. `num_resampled`: as in
+    `lost`: what of its request is not in the tokens that the model read (`lost_parts`). `num_resampled`: as in
     `ModelTurn`. `broken`: its request continues an earlier conversation, but the turn became a new root of the tree."""
 
     turn: ModelTurn
@@ -156,7 +156,7 @@ class ObservedEpisode(Episode):
         turn = await super().ask(messages, tools=tools, **options)
         rendered = self.chat.decode(turn.node.prompt_context(), special=True)
         again, broken = self._goes_on(asked, turn)
-        self.observed.append(Observed(turn, _lost(asked, tools or (), rendered), again, broken))
+        self.observed.append(Observed(turn, lost_parts(asked, tools or (), rendered), again, broken))
         self._prompts.append(asked)
         if turn.node.kind is TurnKind.SUMMARY and turn.reply.text:
             self._summaries.append(turn.reply.text)
@@ -175,18 +175,6 @@ class ObservedEpisode(Episode):
         said = [one for one in asked if one["role"] == "assistant" and not any(one in p for p in self._prompts)]
         longer = any(len(one) < len(asked) and asked[: len(one)] == one for one in self._prompts)
         return turn.num_resampled, bool(turn.num_resampled or (self._prompts and said) or longer)
-
-
-def _lost(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], rendered: str) -> list[str]:
-    """Name the tools and messages that a rendering lacks."""
-    names = [str(tool["function"]["name"]) for tool in tools]
-    missing = [f"tool {name!r}" for name in names if name not in rendered]
-    packed = "".join(rendered.split())
-    for message in messages:
-        probe = "".join(str(message.get("content") or "").split())[:_PROBE_CHARS]
-        if message["role"] != "assistant" and probe not in packed:
-            missing.append(f"{message['role']} message {str(message['content'])[:_PROBE_CHARS]!r}")
-    return missing
 
 
 class ScriptedModel:
@@ -253,10 +241,11 @@ def _problems(episode: ObservedEpisode, run: AgentRun) -> Iterator[Problem]:
         yield Problem("the program sent no request to the model, so nothing would be trained", hint)
     yield from _refused(episode)
     yield from _rewritten(episode.observed)
-    lost = sorted({name for one in episode.observed for name in one.lost})
+    lost = {part for one in episode.observed for part in one.lost}
+    lost -= {part for part in lost if lost.intersection(part.split(" of ")[1:])}  # parts of a tool that is lost whole
     if lost:
         hint = "the chat template leaves it out; a checkpoint's own template shows what it was trained with"
-        yield Problem(f"the model never reads: {', '.join(lost)[:1000]}", hint, fatal=False)
+        yield Problem(f"the model never reads: {'; '.join(sorted(lost))[:1000]}", hint, fatal=False)
     if episode.observed and all(one.turn.node.kind is TurnKind.SIDE for one in episode.observed):
         yield Problem("all turns are side calls, which are not trained", "see the setting harness.program.side")
     yield from _ending(episode, run)
@@ -313,15 +302,19 @@ _WHY = {
 
 
 def _ending(episode: ObservedEpisode, run: AgentRun) -> Iterator[Problem]:
-    if run.ending is Ending.CONTEXT:
+    if episode.ended_by and run.ending in (Ending.TURNS, Ending.CONTEXT, Ending.DEADLINE):
+        what = f"the program ended by its own limit, as {run.ending}: {episode.ended_by}"
+        hint = "nothing to do if the scripted model does not finish the task; else raise that limit of the program"
+        yield Problem(what, hint, fatal=False)
+    elif run.ending is Ending.CONTEXT:
         size = f"harness.context_tokens = {episode.limits.context_tokens}"
         yield Problem(f"the context was full: {size}", "set it to more, or give the program shorter prompts")
     elif run.ending is Ending.DEADLINE:
         facts = f"harness.rollout_deadline_s = {episode.limits.rollout_deadline_s:g}"
         yield Problem(f"the program was killed at its deadline: {facts}", "set it to more, or see what it waits for")
-    elif run.ending is Ending.STOPPED and episode.exit_code:
+    elif run.ending is Ending.STOPPED and episode.ended_by not in ("", "exit code 0"):
         hint = "see the end of its log above; a rollout that ends so is graded as it is, or 0 with require_submit"
-        yield Problem(f"the program failed: exit code {episode.exit_code}", hint)
+        yield Problem(f"the program failed: {episode.ended_by}", hint)
     elif run.ending is Ending.STOPPED and episode.limits.require_submit:
         hint = "with harness.require_submit = false such rollouts are graded, too"
         yield Problem("the program ended without a submission, and with harness.require_submit the reward is 0", hint)

@@ -49,16 +49,7 @@ def run(args: argparse.Namespace) -> int:
         facts, hint = f"a run is one folder in {RUNS}/", "give a name without a path: --name first-try"
         raise ConfigError(f"--name {args.name!r} is not a valid name for a run", facts, hint=hint)
     given = read(args.config, args.set) if args.config else overridden(args.set)
-    if args.resume is None:
-        if args.config is None:
-            raise ConfigError(
-                "no CONFIG was given", "a new run needs one", hint="etude run examples/laptop/config.toml"
-            )
-        folder, config = None, build_config(given).with_parity_budget()
-    else:
-        folder = open_run(Path(args.resume)) if args.resume else newest_run()
-        config = config_to_resume(folder, given, complete=args.config is not None)
-        check_ledger(folder)
+    folder, config = _folder_and_config(args, given)
     if args.on != LOCAL:
         _connect(args.on, config, RUNS if folder is None else folder.path.parent)
     changes = [] if folder is None else read_changes(folder)
@@ -92,16 +83,34 @@ def run(args: argparse.Namespace) -> int:
             )
         print(f"other rewards from step {step} on, as the settings say", flush=True)
     print(f"run {folder.path}", flush=True)
+    return _run_to_end(folder, config, on=args.on)
+
+
+def _folder_and_config(args: argparse.Namespace, given: Mapping[str, Any]) -> tuple[RunFolder | None, RunConfig]:
+    """Return the run to resume, None for a new one, and its config. `given`: the settings that the user gave."""
+    if args.resume is None:
+        if args.config is None:
+            hint = "etude run examples/laptop/config.toml"
+            raise ConfigError("no CONFIG was given", "a new run needs one", hint=hint)
+        return None, build_config(given).with_parity_budget()
+    folder = open_run(Path(args.resume)) if args.resume else newest_run()
+    config = config_to_resume(folder, given, complete=args.config is not None)
+    check_ledger(folder)
+    return folder, config
+
+
+def _run_to_end(folder: RunFolder, config: RunConfig, *, on: str) -> int:
+    """Run the phases that are left, and print the results. Returns the exit code."""
     from etude.loop import event_loop
 
     try:
-        interrupted = event_loop.run(_run_phases(folder, config, on=args.on))
+        interrupted = event_loop.run(_run_phases(folder, config, on=on))
     except EtudeError as error:
         changed = " --changed-plugins" if isinstance(error, PluginError) else ""
         error.hint += f"; finished work is saved, resume with: etude run --resume {folder.path}{changed}"
         raise
     finally:
-        if args.on != LOCAL:
+        if on != LOCAL:
             _disconnect()
     if interrupted:
         from etude.loop.phases import write_run_report

@@ -93,7 +93,7 @@ def _atomic(method: F) -> F:
 class Ledger(LedgerQueries):
     """The durable record of a run's rollouts, in an SQLite file or a schema of a PostgreSQL server.
 
-    It implements the protocol `ExperienceStore`. One process writes it; others can read it meanwhile.
+    One process writes it; others can read it meanwhile.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -153,8 +153,6 @@ class Ledger(LedgerQueries):
     def close(self) -> None:
         """Close the database connection."""
         self._db.close()
-
-    # The protocol ExperienceStore
 
     @_atomic
     def move(self, rollout_id: str, to: str, *, reason: str = "", **facts: Any) -> None:

@@ -35,10 +35,9 @@ from etude.errors import EtudeError
 from etude.gateway.access_log import Metrics, Record, logger
 from etude.gateway.config import GatewayConfig
 from etude.gateway.dialects import DIALECTS, Dialect, messages, new_head
-from etude.gateway.errors import RequestRefused, from_error, invalid_request, stopping
+from etude.gateway.errors import RequestRefused, broken, from_error, invalid_request, stopping
 from etude.gateway.feedback import take_signals
 from etude.gateway.http import (
-    BROKEN,
     HANDLERS,
     error_response,
     is_local,
@@ -155,8 +154,8 @@ class Gateway:
         """Answer GET /metrics with the metrics for Prometheus."""
         self._admit(request)
         if self.metrics.registry is None:
-            message = "metrics need prometheus_client\n  hint: pip install 'etude[prometheus]'"
-            raise RequestRefused(404, message, code="not_found")
+            hint = "pip install 'etude[prometheus]'"
+            raise RequestRefused(404, "metrics need prometheus_client", hint=hint, code="not_found")
         captured = {} if self._recorder is None else self._recorder.counts()
         page, content_type = self.metrics.page(
             {m.name: (m.num_running, m.num_waiting) for m in self.models.values()},
@@ -220,8 +219,8 @@ class Gateway:
             if not request.headers.get("content-type", "").startswith("application/json"):
                 given = request.headers.get("content-type", "")
                 facts = f"its content-type is {given[:100]!r}" if given else "it has no content-type"
-                message = f"the body is not JSON: {facts}\n  hint: send the header content-type: application/json"
-                raise RequestRefused(415, message, code="unsupported_media_type")
+                hint, code = "send the header content-type: application/json", "unsupported_media_type"
+                raise RequestRefused(415, "the body is not JSON", facts, hint=hint, code=code)
             async with asyncio.timeout(self.config.deadline_s):
                 response = await work(request, record)
         except TimeoutError:
@@ -232,13 +231,11 @@ class Gateway:
             response = error_response(request, stopping())
         except ClientDisconnect:
             response = Response(status_code=499)
-        except RequestRefused as refused:
-            response = error_response(request, refused)
         except EtudeError as error:
             response = error_response(request, from_error(error))
         except Exception:  # noqa: BLE001
             logger.exception("a request failed")
-            response = error_response(request, BROKEN)
+            response = error_response(request, broken())
         finally:
             if response is not None:
                 status = response.status_code
@@ -295,7 +292,7 @@ class Gateway:
         check_results(parsed.messages, parsed.prompt_field)
         wish = request.headers.get(SUMMARIES, "on").lower()
         if wish not in ("on", "off"):
-            raise invalid_request(f"the header {SUMMARIES} is {wish[:100]!r}\n  hint: send on or off")
+            raise invalid_request(f"the header {SUMMARIES} is {wish[:100]!r}", hint="send on or off", param=SUMMARIES)
         if wish == "off":
             parsed = replace(parsed, summaries=False)
         model = self._model(parsed.model)
@@ -306,7 +303,8 @@ class Gateway:
         return parsed, model
 
     def _timeout(self) -> RequestRefused:
-        return RequestRefused(504, f"the answer was not complete within {self.config.deadline_s:g} s", code="timeout")
+        what = f"the answer was not complete within {self.config.deadline_s:g} s"
+        return RequestRefused(504, what, hint="ask for fewer tokens, or try again later", code="timeout")
 
     def _admit(self, request: Request) -> KeyUse | None:
         """Check the API key. Without keys, check that the Host header is loopback.
@@ -317,8 +315,8 @@ class Gateway:
                 host = request.headers.get("host", "")
                 facts = f"this gateway has no API keys, and the Host header is {host[:100]!r}"
                 hint = "send requests to http://localhost:PORT, or start the gateway with a key (--key or --keys)"
-                message = f"only requests to this machine are answered: {facts}\n  hint: {hint}"
-                raise RequestRefused(403, message, code="forbidden")
+                what = "only requests to this machine are answered"
+                raise RequestRefused(403, what, facts, hint=hint, code="forbidden")
             return None
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
@@ -328,8 +326,8 @@ class Gateway:
     def _model(self, name: str) -> ServedModel:
         if name not in self.models:
             served = ", ".join(repr(one) for one in list(self.models)[:8])
-            message = f"The model {name[:100]!r} does not exist; served are {served}.\n  hint: send one of these names"
-            raise RequestRefused(404, message, code="model_not_found", param="model")
+            what, hint = f"The model {name[:100]!r} does not exist; served are {served}.", "send one of these names"
+            raise RequestRefused(404, what, hint=hint, code="model_not_found", param="model")
         return self.models[name]
 
 

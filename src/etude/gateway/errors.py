@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 from etude.errors import ContextFull, EngineError, EtudeError, MalformedRequest, nearest
 
 
-class RequestRefused(Exception):
+class RequestRefused(EtudeError):
     """Raised to refuse a request. It has the HTTP status and the error that the client gets.
 
+    - `what`, `facts`, `hint`: the three parts of `message`, the text that the client gets.
     - `code` and `param`: fields of OpenAI's error object; `param` names the invalid request field.
     - `context`: (tokens of the prompt, the most tokens that the model takes) when the context is full, else None.
     - `retry_s`: after how many seconds the client may try again.
@@ -20,16 +21,18 @@ class RequestRefused(Exception):
     def __init__(
         self,
         status: int,
-        message: str,
+        what: str,
+        facts: str = "",
         *,
+        hint: str,
         code: str,
         param: str | None = None,
         context: tuple[int, int] | None = None,
         retry_s: float = 1.0,
         allow: str = "",
     ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
+        super().__init__(what, facts, hint=hint)
+        self.status, self.message, self.code, self.param = status, str(self), code, param
         self.context, self.retry_s, self.allow = context, retry_s, allow
 
     @property
@@ -44,9 +47,20 @@ class RequestRefused(Exception):
 
 def stopping() -> RequestRefused:
     """Return the error of a request that arrives, or runs, while the gateway stops (HTTP 503)."""
-    return RequestRefused(
-        503, "the gateway is stopping\n  hint: try again in a few seconds", code="engine_unavailable", retry_s=5
-    )
+    hint = "try again in a few seconds"
+    return RequestRefused(503, "the gateway is stopping", hint=hint, code="engine_unavailable", retry_s=5)
+
+
+def broken() -> RequestRefused:
+    """Return the error of a request that failed by a defect of the gateway (HTTP 500)."""
+    hint = "send the request again; if it fails again, see the gateway's log, which has the traceback"
+    return RequestRefused(500, "the gateway failed", hint=hint, code="internal_error")
+
+
+def cancelled(engine: str) -> RequestRefused:
+    """Return the error of a request that an engine cancelled (HTTP 503)."""
+    hint = "send the request again"
+    return RequestRefused(503, f"{engine} cancelled the request", hint=hint, code="engine_unavailable")
 
 
 def openai_error(refused: RequestRefused) -> dict[str, object]:
@@ -56,15 +70,28 @@ def openai_error(refused: RequestRefused) -> dict[str, object]:
     return {"error": {"message": refused.message, "type": kind, "param": refused.param, "code": refused.code}}
 
 
-def invalid_request(message: str, param: str | None = None) -> RequestRefused:
+def invalid_request(what: str, facts: str = "", *, hint: str, param: str | None = None) -> RequestRefused:
     """Return the error of an invalid request (HTTP 400). `param` names the invalid request field."""
-    return RequestRefused(400, message, code="invalid_request", param=param)
+    return RequestRefused(400, what, facts, hint=hint, code="invalid_request", param=param)
+
+
+def invalid_tools(error: ValueError) -> RequestRefused:
+    """Return the error of tools that have no name or no valid form (HTTP 400). `error` says what is wrong."""
+    hint = "send each tool as the API has it, with a name of letters, digits, _ and -"
+    return invalid_request("a tool is invalid", str(error), hint=hint, param="tools")
 
 
 def not_json(error: Exception) -> RequestRefused:
     """Return the error of a body that cannot be parsed (HTTP 400)."""
     hint = "send one JSON value in UTF-8, as a JSON library writes it"
-    return invalid_request(f"the body is not JSON: {error}\n  hint: {hint}")
+    return invalid_request("the body is not JSON", str(error), hint=hint)
+
+
+def unsupported_content(kind: str, where: str, offered: str) -> RequestRefused:
+    """Return the error of a part of a message that is no text, such as an image (HTTP 400). `offered`: the type of
+    texts."""
+    what = f"content of type {kind[:100]!r} is not offered by this model"
+    return invalid_request(what, "it reads only text", hint=f"send content of type {offered}", param=where)
 
 
 def unsupported_value(field: str, value: object, neutral: Sequence[object]) -> RequestRefused:
@@ -72,7 +99,7 @@ def unsupported_value(field: str, value: object, neutral: Sequence[object]) -> R
     what = f"{field} = {json.dumps(value)[:100]} is not offered by this model"
     harmless = " or ".join(json.dumps(one) for one in neutral if one is not None) or "null"
     facts = f"it would change the answer; only {harmless} is accepted"
-    return invalid_request(f"{what}: {facts}\n  hint: leave {field} out", field)
+    return invalid_request(what, facts, hint=f"leave {field} out", param=field)
 
 
 def unknown_parameter(field: str, known: Iterable[str]) -> RequestRefused:
@@ -81,8 +108,8 @@ def unknown_parameter(field: str, known: Iterable[str]) -> RequestRefused:
     `known` are the names of all accepted fields; the closest one is suggested."""
     close = nearest(field[:100], known)
     hint = close if close.startswith("did you mean") else "leave it out; the guide lists the supported ones"
-    message = f"Unknown parameter: {field[:100]!r}.\n  hint: {hint}"
-    return RequestRefused(400, message, code="unknown_parameter", param=field[:100])
+    what = f"Unknown parameter: {field[:100]!r}."
+    return RequestRefused(400, what, hint=hint, code="unknown_parameter", param=field[:100])
 
 
 def context_exceeded(
@@ -94,14 +121,11 @@ def context_exceeded(
     `field` the field of the request that has the prompt. `facts` says why a text is certainly too long; `prompt_tokens`
     is then only a lower bound."""
     total = prompt_tokens + answer_tokens
-    message = (
-        f"This model's maximum context length is {context_tokens} tokens. However, you requested {total} tokens "
-        f"({prompt_tokens} in the {field}, {answer_tokens} in the completion). "
-        f"Please reduce the length of the {field} or completion."
-    )
-    if facts:
-        message = f"This model's maximum context length is {context_tokens} tokens. However, {facts}."
-    return RequestRefused(400, message, code="context_length_exceeded", param=field, context=(total, context_tokens))
+    if not facts:
+        facts = f"you requested {total} tokens ({prompt_tokens} in the {field}, {answer_tokens} in the completion)"
+    what = f"This model's maximum context length is {context_tokens} tokens. However, {facts}."
+    hint, code = f"reduce the length of the {field} or completion", "context_length_exceeded"
+    return RequestRefused(400, what, hint=hint, code=code, param=field, context=(total, context_tokens))
 
 
 def from_error(error: EtudeError) -> RequestRefused:
@@ -110,11 +134,13 @@ def from_error(error: EtudeError) -> RequestRefused:
     `ContextFull` and `MalformedRequest` (such as an invalid grammar) become HTTP 400. Any other `EngineError` means
     that no engine could answer, and becomes 503. All other errors become 400. For `MalformedRequest` the client gets
     only the facts and the hint, since `what` contains the engine's internal id of the request."""
-    message = f"{error.what}{': ' + error.facts if error.facts else ''}"
+    what, facts, hint = error.what, error.facts, error.hint
+    if isinstance(error, RequestRefused):
+        return error
     if isinstance(error, ContextFull):
-        return RequestRefused(400, message, code="context_length_exceeded", param="messages")
+        return RequestRefused(400, what, facts, hint=hint, code="context_length_exceeded", param="messages")
     if isinstance(error, MalformedRequest):
-        return invalid_request(f"the engine refused the request: {error.facts}\n  hint: {error.hint}")
+        return invalid_request("the engine refused the request", facts or what, hint=hint)
     if isinstance(error, EngineError):
-        return RequestRefused(503, message, code="engine_unavailable")
-    return invalid_request(str(error), "messages")
+        return RequestRefused(503, what, facts, hint=hint, code="engine_unavailable")
+    return invalid_request(what, facts, hint=hint, param="messages")

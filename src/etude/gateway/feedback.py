@@ -30,16 +30,17 @@ async def take_signals(receiver: FeedbackReceiver | None, request: Request, send
     `sender`: the names of organisation and user. Raises `RequestRefused`: with status 503 if they cannot be stored
     now."""
     if receiver is None:
-        message = "this gateway takes no feedback\n  hint: start it with --feedback FILE"
-        raise RequestRefused(404, message, code="not_found")
+        hint = "start it with --feedback FILE"
+        raise RequestRefused(404, "this gateway takes no feedback", hint=hint, code="not_found")
     body = await read_body(request, MAX_BODY_BYTES, hint="send the signals in several requests")
     try:
         receipts = await asyncio.wrap_future(receiver.receive(*sender, body))
     except SignalRefused as error:
         status, code = _REFUSED[error.reason]
-        raise RequestRefused(status, str(error), code=code, param=error.param or None) from None
+        what, facts, hint = error.what, error.facts, error.hint
+        raise RequestRefused(status, what, facts, hint=hint, code=code, param=error.param or None) from None
     except EtudeError as error:
-        message = f"{error.what}\n  hint: send the same signals again, with the same ids"
-        raise RequestRefused(503, message, code="feedback_unavailable", retry_s=RETRY_S) from None
+        hint = "send the same signals again, with the same ids"
+        raise RequestRefused(503, error.what, hint=hint, code="feedback_unavailable", retry_s=RETRY_S) from None
     data = [{"id": signal_id, "status": status} for signal_id, status in receipts]
     return json_response({"object": "list", "data": data})

@@ -19,11 +19,10 @@ from starlette.responses import Response
 from etude.errors import ConfigError, EtudeError, nearest
 from etude.gateway.config import GatewayConfig
 from etude.gateway.dialects import DIALECTS, messages
-from etude.gateway.errors import RequestRefused, from_error, openai_error
+from etude.gateway.errors import RequestRefused, broken, from_error, openai_error
 from etude.http_server import bind, disconnected, run_http_server
 
 T = TypeVar("T")
-BROKEN = RequestRefused(500, "the gateway failed; its log says why", code="internal_error")
 
 
 def is_loopback(host: str) -> bool:
@@ -72,8 +71,8 @@ async def read_body(request: Request, max_bytes: int, *, hint: str) -> bytes:
         parts.append(message.get("body", b""))
         num_bytes += len(parts[-1])
         if num_bytes > max_bytes:
-            told = f"the body is too large: it has more than {max_bytes} bytes\n  hint: {hint}"
-            raise RequestRefused(413, told, code="request_too_large")
+            facts = f"it has more than {max_bytes} bytes"
+            raise RequestRefused(413, "the body is too large", facts, hint=hint, code="request_too_large")
     return b"".join(parts)
 
 
@@ -130,11 +129,6 @@ def error_response(request: Request, refused: RequestRefused) -> Response:
     return json_response(write(refused), refused.status, refused.headers)
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestRefused)
-    return error_response(request, error)
-
-
 async def _failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, EtudeError)
     return error_response(request, from_error(error))
@@ -146,20 +140,20 @@ async def _no_route(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code == 405:
         allowed = (error.headers or {})["Allow"]
         method = "POST" if "POST" in allowed else "GET"
-        message = f"{what}: this path takes only {method}\n  hint: send {method}"
-        return error_response(request, RequestRefused(405, message, code="method_not_allowed", allow=allowed))
+        facts, hint, code = f"this path takes only {method}", f"send {method}", "method_not_allowed"
+        return error_response(request, RequestRefused(405, what, facts, hint=hint, code=code, allow=allowed))
     offered = ["/health", "/metrics", "/v1/models", "/v1/messages/count_tokens", "/v1/feedback"]
     offered += [d.path for d in DIALECTS.values()]
     urls = "clients of OpenAI's API need the base URL http://HOST:PORT/v1, those of Anthropic's http://HOST:PORT"
     hint = f"{nearest(path.replace('/v1/v1', '/v1'), offered)}; {urls}"
-    return error_response(request, RequestRefused(404, f"{what}\n  hint: {hint}", code="not_found"))
+    return error_response(request, RequestRefused(404, what, hint=hint, code="not_found"))
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    return error_response(request, BROKEN)
+    return error_response(request, broken())
 
 
-HANDLERS: Any = {RequestRefused: _refused, EtudeError: _failed, Exception: _broken, 404: _no_route, 405: _no_route}
+HANDLERS: Any = {EtudeError: _failed, Exception: _broken, 404: _no_route, 405: _no_route}
 """Starlette's handlers by exception type and HTTP status."""
 
 

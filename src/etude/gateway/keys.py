@@ -51,9 +51,9 @@ class KeyUse:
         if limits.tokens_per_day and self._tokens_of_today(now) >= limits.tokens_per_day:
             what = f"the key {self.name!r} has used its {limits.tokens_per_day} tokens of today (UTC)"
             hint = "wait for the next day (retry-after has the seconds), or raise tokens_per_day in the file of keys"
-            message = f"{what}: {self.num_tokens} were read and sampled\n  hint: {hint}"
+            facts = f"{self.num_tokens} were read and sampled"
             retry_s = _DAY_S - now % _DAY_S
-            raise RequestRefused(429, message, code="insufficient_quota", retry_s=retry_s)
+            raise RequestRefused(429, what, facts, hint=hint, code="insufficient_quota", retry_s=retry_s)
         while self._requests and self._requests[0] <= now - _MINUTE_S:
             self._requests.popleft()
         if limits.requests_per_minute:
@@ -62,9 +62,8 @@ class KeyUse:
                     f"the key {self.name!r} has reached its limit of {limits.requests_per_minute} requests per minute"
                 )
                 hint = "try again after the seconds in retry-after, or raise requests_per_minute in the file of keys"
-                message = f"{what}\n  hint: {hint}"
                 retry_s = self._requests[0] + _MINUTE_S - now
-                raise RequestRefused(429, message, code="rate_limit_exceeded", retry_s=retry_s)
+                raise RequestRefused(429, what, hint=hint, code="rate_limit_exceeded", retry_s=retry_s)
             self._requests.append(now)
 
     def add_tokens(self, num_tokens: int) -> None:
@@ -129,6 +128,5 @@ class Keys:
         if found is None:
             facts = "it is none of this gateway's keys" if given else "the request has none"
             hint = "send a key of this gateway as authorization: Bearer KEY, or as x-api-key: KEY"
-            message = f"the API key is missing or wrong: {facts}\n  hint: {hint}"
-            raise RequestRefused(401, message, code="invalid_api_key")
+            raise RequestRefused(401, "the API key is missing or wrong", facts, hint=hint, code="invalid_api_key")
         return found

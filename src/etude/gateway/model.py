@@ -24,7 +24,7 @@ from etude.capture.summaries import Shortened
 from etude.errors import ContextFull
 from etude.gateway.answers import Answer, Spent, SummaryUse, make_answer
 from etude.gateway.config import GatewayConfig
-from etude.gateway.errors import RequestRefused, context_exceeded, invalid_request
+from etude.gateway.errors import RequestRefused, cancelled, context_exceeded, invalid_request, invalid_tools
 from etude.gateway.requests import ChatRequest
 from etude.gateway.schemas import check_schemas
 from etude.gateway.summary_writer import SummaryWriter
@@ -233,7 +233,7 @@ class ServedModel:
         try:
             return self.chat.signatures(tools)
         except ValueError as error:
-            raise invalid_request(str(error), "tools") from None
+            raise invalid_tools(error) from None
 
     async def _prepare_chat(self, parsed: ChatRequest, index: int, spent: Spent) -> PendingRequest:
         """Tokenise a conversation; turns that were sampled here keep their tokens."""
@@ -283,7 +283,8 @@ class ServedModel:
         elif all(0 <= token < self.chat.vocab_size for token in parsed.prompt):
             prompt_ids = np.array(parsed.prompt, np.int32)
         else:
-            raise invalid_request(f"prompt has a token id outside of [0, {self.chat.vocab_size})", "prompt")
+            hint = f"send ids from 0 to {self.chat.vocab_size - 1}"
+            raise invalid_request("prompt has an unknown token id", hint=hint, param="prompt")
         return PendingRequest(parsed, self._request(parsed, index, f"text-{uuid.uuid4().hex}", prompt_ids, keep=False))
 
     def _request(
@@ -297,7 +298,8 @@ class ServedModel:
         keep: bool,
     ) -> CompletionRequest:
         if any(token >= self.chat.vocab_size for token, _ in parsed.sampling.get("logit_bias", ())):
-            raise invalid_request(f"logit_bias has a token id outside of [0, {self.chat.vocab_size})", "logit_bias")
+            hint = f"send ids from 0 to {self.chat.vocab_size - 1}"
+            raise invalid_request("logit_bias has an unknown token id", hint=hint, param="logit_bias")
         grammar = self._grammar(parsed, prompt_ids)
         return CompletionRequest(
             request_id=f"{session_id}/{uuid.uuid4().hex}",
@@ -333,7 +335,7 @@ class ServedModel:
         spent.prompt = spent.prompt or len(pending.request.prompt_ids)
         if completion.stop_reason is StopReason.CANCELLED:
             spent.sampled += len(completion.token_ids) - num_streamed
-            raise RequestRefused(503, f"{completion.engine} cancelled the request", code="engine_unavailable")
+            raise cancelled(completion.engine)
         answer = make_answer(
             completion,
             chat=self.chat,
@@ -356,10 +358,11 @@ class ServedModel:
             return ""
         name = "tool_choice" if parsed.must_call else parsed.schema_field
         if parsed.prompt is None and self.chat.in_reasoning(prompt_ids):
-            what = f"{name}: answers of this model begin with reasoning, which a grammar does not allow"
-            raise invalid_request(f"{what}\n  hint: leave {name} out", name)
+            facts = "answers of this model begin with reasoning, which a grammar does not allow"
+            raise invalid_request(f"{name} cannot be followed", facts, hint=f"leave {name} out", param=name)
         if parsed.must_call and not parsed.tools:
-            raise invalid_request("tool_choice requires a call, and there are no tools", "tool_choice")
+            hint = "send tools, or leave tool_choice out"
+            raise invalid_request("tool_choice requires a call, and there are no tools", hint=hint, param="tool_choice")
         schema = True if parsed.schema is None else parsed.schema
         if not parsed.tools:
             return grammars.from_json_schema(schema)
@@ -367,10 +370,10 @@ class ServedModel:
             calls = self.chat.call_grammar(self._signatures(parsed), max_calls=MAX_CALLS if parsed.parallel else 1)
             return calls if parsed.must_call else grammars.with_answer(calls, schema)
         except grammars.GrammarError as error:
-            raise invalid_request(f"{name}: {error}", name) from None
+            raise invalid_request(f"{name}: {error.what}", error.facts, hint=error.hint, param=name) from None
         except ValueError as error:
             hint = "use tool_choice = auto" if parsed.must_call else "leave the tools out, or forbid calls"
-            raise invalid_request(f"{name}: {error}\n  hint: {hint}", name) from None
+            raise invalid_request(f"{name} cannot be followed", str(error), hint=hint, param=name) from None
 
     def _max_answer_tokens(self, parsed: ChatRequest, num_prompt: int) -> int:
         """Return the token limit of the answer. Raises `RequestRefused` when the request does not fit the context."""
@@ -386,8 +389,8 @@ class ServedModel:
         """Wait for a running slot; refuse the request (429) when the queue is full."""
         if self._running.locked() and self._num_waiting >= self.config.max_waiting:
             facts = f"{self._num_waiting} wait for one of {self.config.max_running} running slots"
-            message = f"too many requests are waiting: {facts}\n  hint: try again after the seconds in retry-after"
-            raise RequestRefused(429, message, code="rate_limit_exceeded")
+            what, hint = "too many requests are waiting", "try again after the seconds in retry-after"
+            raise RequestRefused(429, what, facts, hint=hint, code="rate_limit_exceeded")
         self._num_waiting += 1
         try:
             await self._running.acquire()

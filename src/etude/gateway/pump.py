@@ -18,7 +18,7 @@ from etude.errors import EtudeError
 from etude.gateway.access_log import Record, logger
 from etude.gateway.answers import Answer
 from etude.gateway.dialects.dialect import EventStream
-from etude.gateway.errors import RequestRefused, from_error, stopping
+from etude.gateway.errors import RequestRefused, broken, from_error, stopping
 from etude.gateway.http import run_until
 from etude.records.wire import I32
 
@@ -69,16 +69,12 @@ class EventPump:
                 if wait_s <= 0:
                     raise late
                 events = await self._take(wait_s)
-            except RequestRefused as refused:
-                yield self._take_begun() + self.stream.error(refused)
-                return
             except EtudeError as error:
                 yield self._take_begun() + self.stream.error(from_error(error))
                 return
             except Exception:  # noqa: BLE001
                 logger.exception("a stream failed")
-                failed = RequestRefused(500, "the gateway failed; its log says why", code="internal_error")
-                yield self._take_begun() + self.stream.error(failed)
+                yield self._take_begun() + self.stream.error(broken())
                 return
             if events is None:
                 yield self._take_begun() or self.stream.ping

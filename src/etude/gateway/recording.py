@@ -66,7 +66,7 @@ def user_of(request: Request) -> str:
     captured or erased: too long, not printable, or not UTF-8."""
     found = request.headers.getlist(USER)
     if len(found) > 1:
-        raise invalid_request(f"the request has {len(found)} headers {USER}\n  hint: send one, or none", USER)
+        raise invalid_request(f"the request has {len(found)} headers {USER}", hint="send one, or none", param=USER)
     data = found[0].encode("latin-1") if found else b""  # as servers decode headers
     facts, name = "", ""
     try:
@@ -79,7 +79,7 @@ def user_of(request: Request) -> str:
         facts = f"{sum(not c.isprintable() for c in name)} of its characters are not printable"
     if facts:
         hint = f"send at most {MAX_USER_CHARS} printable characters in UTF-8, such as an id of the user"
-        raise invalid_request(f"the header {USER} is not a name: {facts}\n  hint: {hint}", USER)
+        raise invalid_request(f"the header {USER} is not a name", facts, hint=hint, param=USER)
     return name
 
 

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from etude.capture import KeptMessage, KeptMessages, KeptTools, Message
+from etude.errors import nearest
 from etude.gateway.errors import RequestRefused, invalid_request, not_json, unknown_parameter, unsupported_value
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 1_000
@@ -79,7 +80,18 @@ B = TypeVar("B", bound=msgspec.Struct)
 P = TypeVar("P")
 V = TypeVar("V")
 _path = re.compile(r" - at `\$\.?([^`]*)`")
-_unknown = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_unknown = re.compile(r"Object contains unknown field `((?:(?! - at `).)*)`", re.DOTALL)
+_missing = re.compile(r"Object missing required field `(.*)`")
+_expected = re.compile(r"Expected `([a-z |]+)`, got")
+_KINDS = {
+    "object": "a JSON object",
+    "array": "a list",
+    "str": "a text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+}
+"""The names of JSON types in hints, by their names in msgspec's errors."""
 ABSENT = msgspec.Raw()
 """The value of a field that is parsed later and that a body does not have."""
 
@@ -106,8 +118,7 @@ class BodyDecoder(Generic[B]):
         except msgspec.ValidationError as error:
             if unknown := _unknown.fullmatch(str(error)):
                 raise unknown_parameter(unknown[1], self._known) from None
-            place = _path.search(str(error))
-            raise invalid_request(described(error, self._decoder.type), place[1] if place else None) from None
+            raise invalid_value(error, self._decoder.type) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise not_json(error) from None
         for name, accepted in self._neutral.items():
@@ -116,19 +127,32 @@ class BodyDecoder(Generic[B]):
         return body
 
 
-def described(error: msgspec.ValidationError, kind: Any) -> str:
-    """Return the message of an error in decoding a `kind`, with the allowed values for a value that is not one of
-    them."""
-    message = str(error)
-    if not message.startswith("Invalid enum value"):
-        return message
-    place = _path.search(message)
+def invalid_value(error: msgspec.ValidationError, kind: Any, where: str = "") -> RequestRefused:
+    """Return the error of a JSON value that is no `kind`: its place, what is wrong, and what is needed there.
+
+    `where`: the place of the value in the body; "": it is the body."""
+    message, found = str(error), _path.search(str(error))
+    inner = found[1] if found else ""
+    facts = message[: found.start()] if found else message
+    place = f"{where}.{inner}" if where and inner and inner[0] != "[" else where + inner
     kinds = _members(msgspec.inspect.type_info(kind))
-    for name in re.findall(r"[^.\[]+|\[[^\]]*\]", place[1] if place else ""):
-        inner = [_inside(one, name) for one in kinds]
-        kinds = [one for found in inner if found is not None for one in _members(found)]
+    for name in re.findall(r"[^.\[]+|\[[^\]]*\]", inner):
+        kinds = [one for outer in kinds if (of := _inside(outer, name)) is not None for one in _members(of)]
     allowed = [json.dumps(v) for one in kinds if isinstance(one, msgspec.inspect.LiteralType) for v in one.values]
-    return f"{message}\n  hint: send {' or '.join(allowed)}"
+    if missing := _missing.fullmatch(facts):
+        place = f"{place}.{missing[1]}" if place else missing[1]
+        return invalid_request(f"{place} is missing", hint="send this field, which is required", param=place)
+    if unknown := _unknown.fullmatch(facts):
+        fields = [one.encode_name for of in kinds if isinstance(of, msgspec.inspect.StructType) for one in of.fields]
+        what, hint = f"{place} has an unknown field", nearest(unknown[1][:100], fields)
+        return invalid_request(what, repr(unknown[1][:100]), hint=hint, param=place)
+    if allowed:
+        hint = f"send {' or '.join(allowed)}"
+    elif expected := _expected.match(facts):
+        hint = f"send {' or '.join(_KINDS.get(one, one) for one in expected[1].split(' | ') if one != 'null')}"
+    else:
+        hint = "send a value in the range of the field, or leave it out"
+    return invalid_request(f"{place or 'the body'} has an invalid value", facts, hint=hint, param=place or None)
 
 
 def _members(kind: msgspec.inspect.Type) -> list[msgspec.inspect.Type]:
@@ -150,7 +174,7 @@ def check_names(tools: Sequence[Mapping[str, Any]]) -> None:
     names = [function.get("name") for function in functions if isinstance(function, dict)]
     counts = Counter(name for name in names if isinstance(name, str))
     if twice := next((name for name, num in counts.items() if num > 1), None):
-        raise invalid_request(f"two tools have the name {twice[:100]!r}\n  hint: rename one", "tools")
+        raise invalid_request(f"two tools have the name {twice[:100]!r}", hint="rename one", param="tools")
 
 
 def check_results(messages: Sequence[Message], where: str) -> None:
@@ -164,7 +188,7 @@ def check_results(messages: Sequence[Message], where: str) -> None:
         for call in message.get("tool_calls") or ():
             if (call_id := call.get("id", "")) and call_id in waiting:
                 what = f"two tool calls have the id {call_id[:100]!r}"
-                raise invalid_request(f"{what}\n  hint: give each call an id of its own", where)
+                raise invalid_request(what, hint="give each call an id of its own", param=where)
             waiting.append(call_id)
         if message["role"] != "tool":
             continue
@@ -172,14 +196,13 @@ def check_results(messages: Sequence[Message], where: str) -> None:
         match = result if result in waiting else next((one for one in waiting if not one or not result), None)
         if match is None:
             what = f"the tool result {result[:100]!r} belongs to no call before it"
-            raise invalid_request(
-                f"{what}\n  hint: send the model's message with this call first, and one result", where
-            )
+            hint = "send the model's message with this call first, and one result"
+            raise invalid_request(what, hint=hint, param=where)
         waiting.remove(match)
     if waiting:
         named = ", ".join(repr(one[:100]) for one in waiting[:8])
-        what = f"these tool calls have no result: {named}"
-        raise invalid_request(f"{what}\n  hint: send one tool result for each call", where)
+        hint = "send one tool result for each call"
+        raise invalid_request("these tool calls have no result", named, hint=hint, param=where)
 
 
 RANGES: dict[str, tuple[float, float]] = {
@@ -213,9 +236,8 @@ def read_sampling(body: msgspec.Struct) -> dict[str, Any]:
         if found.get("top_k") == -1:  # of vLLM: from all tokens
             del found["top_k"]
         else:
-            raise invalid_request(
-                "top_k and min_tokens must be at least 0", "top_k" if "top_k" in found else "min_tokens"
-            )
+            check_range("min_tokens", found.get("min_tokens"), 0)
+            check_range("top_k", found["top_k"], 0)
     if bias := getattr(body, "logit_bias", None):
         found["logit_bias"] = _logit_bias(bias)
     return found
@@ -227,7 +249,9 @@ def _logit_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     except ValueError:  # more digits than Python converts
         found = {}
     if len(found) != len(bias) or not all(-100 <= value <= 100 for value in found.values()):
-        raise invalid_request("logit_bias maps token ids to numbers from -100 to 100", "logit_bias")
+        facts = "its keys must be token ids, and its values numbers from -100 to 100"
+        hint = 'send an object such as {"42": -100}'
+        raise invalid_request("logit_bias has an invalid key or value", facts, hint=hint, param="logit_bias")
     return tuple(sorted(found.items()))
 
 
@@ -268,10 +292,7 @@ class ParseCache(Generic[P, V]):
         try:
             return self._convert(self._decoder.decode(raw), where)
         except msgspec.ValidationError as error:
-            place = _path.search(str(error))
-            inner = place[1] if place else ""
-            dot = "." if inner and inner[0] != "[" else ""
-            raise invalid_request(f"{where}: {described(error, self._decoder.type)}", where + dot + inner) from None
+            raise invalid_value(error, self._decoder.type, where) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise not_json(error) from None
 
@@ -383,15 +404,18 @@ class ToolsCache(Generic[P]):
 def check_range(name: str, value: float | None, low: float, high: float = float("inf")) -> None:
     """Check that a request parameter lies within [low, high]. None is accepted. Raises `RequestRefused`."""
     if value is not None and not low <= value <= high:
-        bounds = f"at least {low:g}" if high == float("inf") else f"from {low:g} to {high:g}"
-        raise invalid_request(f"{name} = {value} must be {bounds}", name)
+        bounds = f"of at least {low:g}" if high == float("inf") else f"from {low:g} to {high:g}"
+        raise invalid_request(f"{name} = {value} is out of range", hint=f"send a number {bounds}", param=name)
 
 
 def check_stops(stop: str | Sequence[str] | None, name: str = "stop") -> tuple[str, ...]:
     """Return the stop texts of a request as a tuple. `name` is the name of the parameter. Raises `RequestRefused`."""
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
-        raise invalid_request(f"{name} must be at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters", name)
+    wrong = next((len(stop) for stop in stops if not 0 < len(stop) <= MAX_STOP_CHARS), None)
+    if len(stops) > MAX_STOPS or wrong is not None:
+        facts = f"{len(stops)} texts" if wrong is None else f"a text of {wrong} characters"
+        hint = f"send at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters"
+        raise invalid_request(f"{name} has an invalid value", facts, hint=hint, param=name)
     return stops
 
 
@@ -405,7 +429,9 @@ def canonical_call(name: str, arguments: Any, call_id: str, where: str) -> dict[
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
-        raise invalid_request("a tool call's arguments must be a JSON object of valid Unicode text", where)
+        hint = "send the arguments as the model gave them"
+        what, facts = "a tool call has invalid arguments", "they are no JSON object of valid Unicode text"
+        raise invalid_request(what, facts, hint=hint, param=where)
     identity = {"id": call_id} if call_id else {}
     return {**identity, "type": "function", "function": {"name": name, "arguments": parsed}}
 
@@ -434,7 +460,9 @@ def chosen_tools(
     known = {str(function.get("name")): tool for tool, function in functions if isinstance(function, dict)}
     for name in names:
         if name not in known:
-            raise invalid_request(f"tool_choice names {name[:100]!r}, which is not among the tools", "tool_choice")
+            what = f"tool_choice names {name[:100]!r}, which is not among the tools"
+            hint = nearest(name[:100], list(known)[:20]) if known else "send the tools"
+            raise invalid_request(what, hint=hint, param="tool_choice")
     return [known[name] for name in names]
 
 
@@ -444,7 +472,9 @@ def check_order(messages: list[Message], where: str) -> None:
 
     `where` is the name of the request parameter with the messages."""
     if not messages or messages[-1]["role"] == "assistant":
-        raise invalid_request(f"{where} must end with a system, user or tool message", where)
+        what = f"{where} does not end with a system, user or tool message"
+        facts = "the last message is the model's, which it cannot continue" if messages else "there are no messages"
+        raise invalid_request(what, facts, hint="send the message to answer as the last one", param=where)
     for at in range(messages.known if isinstance(messages, KeptMessages) else 0, len(messages)):
         if len(calls := messages[at].get("tool_calls") or ()) > 1:
             order = {call["id"]: i for i, call in enumerate(calls) if "id" in call}

@@ -65,7 +65,7 @@ def _fault_of_grammar(grammar: str) -> str:
 
 def _refused(what: str, facts: str, param: str) -> RequestRefused:
     hint = "correct the JSON schema; docs/guides/sampling.md says which keywords are supported"
-    return invalid_request(f"{what}: the schema is invalid or not supported: {facts}\n  hint: {hint}", param)
+    return invalid_request(f"{what}: the schema is invalid or not supported", facts, hint=hint, param=param)
 
 
 def fault_of(schema: Any, where: str = "schema") -> str:

@@ -13,7 +13,7 @@ from etude.capture import Chat, Message, ParsedReply, SummaryLimits, TurnTree
 from etude.capture.context import HISTORY, MAX_ATTEMPTS, Carried
 from etude.capture.tree import Node
 from etude.gateway.answers import Spent
-from etude.gateway.errors import RequestRefused
+from etude.gateway.errors import cancelled
 from etude.records.completion import CompletionRequest, Sampling, StopReason, Traffic
 from etude.records.rollout import TurnKind
 from etude.seams import Policy
@@ -69,7 +69,7 @@ class SummaryWriter:
         completion = await self.policy.complete(request)
         self.spent.summary += len(request.prompt_ids) + len(completion.token_ids)
         if completion.stop_reason is StopReason.CANCELLED:
-            raise RequestRefused(503, f"{completion.engine} cancelled a summary", code="engine_unavailable")
+            raise cancelled(completion.engine)
         reply = self.chat.parse(completion.token_ids, self.signatures)
         message: Message = {"role": "assistant", "content": reply.text}
         sampling = request.sampling

@@ -159,7 +159,7 @@ class Episode:
         self.num_turns = 0  # turns that were requested
         self.num_resampled = 0  # sampled replies that were tokenised again, since the text before them has changed
         self.log = b""  # see `AgentRun.log`
-        self.exit_code: int | None = None  # of an agent program that is a process; None: killed, or no process
+        self.ended_by = ""  # what of an agent program decided `ending`, such as "exit code 3"; "": another limit
         self.refused = Counter[Refusal]()  # requests of an agent program, at most 64 kinds
         self.tool_s = 0.0  # seconds of tool calls, less what other work on the host took from them
         self.bench = Workbench.of(

@@ -111,7 +111,8 @@ class ChatTemplate:
         except _LimitExceeded as error:
             raise ChatError("the chat template exceeds a limit", str(error), hint=_HINT) from None
         except Exception as error:  # noqa: BLE001  untrusted code can raise anything
-            raise ChatError("the chat template refused the messages", str(error) or repr(error), hint=_HINT) from None
+            hint = f"send messages in the order that it allows; if it refuses all, {_HINT}"
+            raise ChatError("the chat template refused the messages", str(error) or repr(error), hint=hint) from None
 
     def _render_within(self, variables: dict[str, Any], budget: _Budget) -> str:
         rendering, length = [], 0

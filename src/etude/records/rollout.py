@@ -207,7 +207,8 @@ class Ending(enum.StrEnum):
     """Why the agent stopped. The agent can cause each of these, so a rollout with any of them is graded.
 
     SUBMITTED: it called `submit`. TURNS, CONTEXT, DEADLINE: it reached the limit of turns, of context tokens, or of
-    time. STOPPED: the agent program returned without a submission."""
+    time: that of the run, or one of the agent program's own. STOPPED: the agent program ended in another way without a
+    submission."""
 
     SUBMITTED = "submitted"
     TURNS = "turns"

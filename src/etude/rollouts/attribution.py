@@ -5,17 +5,19 @@ A request becomes a turn of the episode (`Episode.ask`), sampled with the run's 
 their library retries after a timeout, or they lost the connection. A repeated request samples nothing: it waits for the
 first one, or gets its answer. A request is taken as repeated if
 
-- it says that it is a retry (`AgentRequest.retry`), or has the idempotency key of an earlier one;
+- it equals an earlier request, and says that it is a retry (`AgentRequest.retry`) or has the same idempotency key;
 - it equals an earlier request whose client went away before the answer was delivered.
 
-Any other equal request is sampled anew, since a program may want several samples. When a client goes away, its turn is
-sampled to the end and recorded."""
+Requests are equal if all is equal that decides the answer or its kind (`_digest`). An idempotency key that comes with
+another request is refused. Any other equal request is sampled anew, since a program may want several samples. When a
+client goes away, its turn is sampled to the end and recorded."""
 
 from __future__ import annotations
 
 import asyncio
 import fnmatch
 import hashlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ from etude.capture.digests import conversation_keys
 from etude.capture.summaries import Shortened
 from etude.capture.tree import Node
 from etude.errors import ContextFull, EtudeError
-from etude.gateway import Answer, ChatRequest, ResponseHead, make_answer
+from etude.gateway import Answer, ChatRequest, RequestRefused, ResponseHead, make_answer
 from etude.gateway.answers import SummaryUse
 from etude.harness.chat import Message, Reply
 from etude.harness.compaction import write_history
@@ -61,7 +63,7 @@ class AgentRequest:
 class AcceptedRequest:
     """An accepted request and its answers. All attempts of a client to send it share one instance.
 
-    - `key`: a digest of conversation and limits, equal for equal requests.
+    - `key`: the digest of the request, equal for equal requests.
     - `head`: id, model and time, the same in all responses.
     - `answers`: the asyncio task that samples the answers.
     - `num_clients`: the connections that wait for the answers now.
@@ -115,7 +117,8 @@ class Attribution:
     def ask(self, request: AgentRequest) -> AcceptedRequest:
         """Accept a request and begin to sample its answers. If it repeats an earlier request, return that one instead.
 
-        Raises `EpisodeEnded` when the rollout has ended or has used `max_requests`, and `TooManyRequests`."""
+        Raises `EpisodeEnded` when the rollout has ended or has used `max_requests`, `TooManyRequests`, and
+        `RequestRefused` (HTTP 422) for the idempotency key of another request."""
         self.num_requests += 1
         if self.num_requests > self.max_requests and self.episode.ending is None:
             self._log(f"more than {self.max_requests} requests: the rollout ends")
@@ -123,16 +126,14 @@ class Attribution:
         if self._closed or self.episode.ending is not None:
             self.failed.set()
             raise EpisodeEnded(self.episode.ending or Ending.STOPPED)
-        chat = request.chat
-        limits = f"|{chat.n}|{chat.max_tokens}|{chat.stop}".encode()
-        key = hashlib.sha256(conversation_keys(chat.tools, chat.messages)[-1] + limits).digest()
+        key = _digest(request.chat)
         if (earlier := self._repeated(key, request)) is not None:
             self.num_joined += 1
             return earlier
         if len(self._running) >= MAX_PARALLEL:
             raise TooManyRequests
         identity = hashlib.sha256(f"{self.episode.options.session_id}|{self.num_requests}".encode()).hexdigest()[:32]
-        head = ResponseHead(identity, chat.model, int(time.time()))
+        head = ResponseHead(identity, request.chat.model, int(time.time()))
         accepted = AcceptedRequest(key, head, asyncio.create_task(self._sample(request), name="ask the policy"))
         self._running.add(accepted.answers)
         accepted.answers.add_done_callback(lambda _: self._ended(accepted))
@@ -143,6 +144,10 @@ class Attribution:
 
     def _repeated(self, key: bytes, request: AgentRequest) -> AcceptedRequest | None:
         if request.idempotency_key and (known := self._by_idempotency.get(request.idempotency_key)) is not None:
+            if known.key != key:
+                what = "the Idempotency-Key is that of an earlier request with another model, conversation or limit"
+                hint = "send a new key with each new request, and the same key only with the same request"
+                raise RequestRefused(422, f"{what}\n  hint: {hint}", code="idempotency_key_reused")
             return known
         equal = [one for one in self._by_key.get(key, ()) if not one.delivered]
         lost = next((one for one in equal if not one.num_clients), None)  # nobody waits for it any more
@@ -245,6 +250,14 @@ class Attribution:
         if line not in self._logged and len(self._logged) < MAX_PARALLEL:
             self._logged.add(line)
             self._log(line)
+
+
+def _digest(chat: ChatRequest) -> bytes:
+    """Return a digest of all that decides the answers to a request and their kind. Sampling parameters are the run's,
+    and how an answer is sent (a stream, a dialect) does not change it."""
+    reasoning = [message.get("reasoning_content") for message in chat.messages]  # not in `conversation_keys`
+    more = [chat.model, chat.n, chat.max_tokens, chat.stop, reasoning]
+    return hashlib.sha256(conversation_keys(chat.tools, chat.messages)[-1] + json.dumps(more).encode()).digest()
 
 
 class TooManyRequests(Exception):

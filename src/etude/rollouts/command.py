@@ -31,6 +31,7 @@ from etude.harness.programs import DeadlinePausingPolicy
 from etude.records.command import OutputChunk, ProcessStarted
 from etude.records.rollout import Ending
 from etude.rollouts.attribution import Attribution
+from etude.rollouts.endings import MAX_STATUS_BYTES, StatusFile, ending_of, read_regular, settings_fault
 from etude.rollouts.endpoints import serve_rollout
 from etude.rollouts.processes import Launcher, launcher_of, uncancelled
 from etude.scratch import ScratchDirectory
@@ -51,13 +52,6 @@ class Where(enum.StrEnum):
     OUTSIDE = "outside"
 
 
-class Submits(enum.StrEnum):
-    """Whether the program's exit counts as a submission. EXIT: exit code 0 does. NEVER: no exit code does."""
-
-    EXIT = "exit"
-    NEVER = "never"
-
-
 @dataclass(frozen=True)
 class CommandProgram:
     """An agent program that is a command. Its fields are the settings under ``[harness.program]``.
@@ -71,7 +65,10 @@ class CommandProgram:
       has them. They are imported with the variables of `env`, except for those with {instruction}, {base_url} or
       {workdir}. Needs `where` "outside" and a Python interpreter as the first word of `argv`.
     - `model`: the text for {model}. The endpoints accept any model name.
-    - `submits`: "exit": exit code 0 counts as a submission; "never": the exit code does not.
+    - `endings`: what exit codes of the program mean ({0 = "stopped", 3 = "turns"}). Exit code 0 is a submission unless
+      it is here, and other codes are "stopped".
+    - `status`: a JSON file and its field in which the program says how it ended. Then `endings` also has the texts of
+      that field, and only what it names "submitted" is a submission.
     - `side`: patterns (as in `fnmatch`). A request whose model name or system message matches one is not trained on.
     - `log_bytes`: the most bytes of output that are kept for each rollout.
 
@@ -82,12 +79,13 @@ class CommandProgram:
     env: Mapping[str, str] = field(default_factory=dict)
     warm: tuple[str, ...] = ()
     model: str = "etude"
-    submits: Submits = Submits.EXIT
+    endings: Mapping[str, Ending] = field(default_factory=dict)
+    status: StatusFile | None = None
     side: tuple[str, ...] = ()
     log_bytes: int = ranged(65_536, low=1024, high=16 << 20)
 
     def __post_init__(self) -> None:
-        wrong = ""
+        wrong = settings_fault(self.endings, self.status)
         if not self.argv or not self.argv[0]:
             wrong = "argv is empty: give the program and its arguments"
         elif self.warm and self.where is Where.INSIDE:
@@ -172,7 +170,6 @@ class CommandProgram:
             note("killed: it did not end after the rollout had")
             return
         note(f"exit code {code}")
-        episode.exit_code = code
         if code in _NOT_RUN and not attribution.num_requests and self.where is Where.INSIDE:
             facts = f"{_filled(self.argv[0], self._fixed())!r} ended with exit code {code} before it asked anything"
             raise ConfigError(
@@ -182,8 +179,10 @@ class CommandProgram:
             )
         if attribution.context_full:
             episode.ending = episode.ending or Ending.CONTEXT
-        elif code == 0 and self.submits is Submits.EXIT:
-            episode.submit()
+        elif episode.ending is None:
+            episode.ending, episode.ended_by = await ending_of(code, self.endings, self.status, program.read)
+            if episode.ended_by != f"exit code {code}":
+                note(f"{episode.ended_by}: {episode.ending}")
 
     @contextlib.asynccontextmanager
     async def _endpoints(
@@ -251,6 +250,10 @@ class Starter(Protocol):
         program and waits for its end."""
         ...
 
+    async def read(self, path: str) -> bytes:
+        """Return a file of the program's working directory, when it has ended. Raises `OSError` and `ValueError`."""
+        ...
+
 
 @dataclass(frozen=True)
 class _Outside:
@@ -276,6 +279,9 @@ class _Outside:
         finally:
             await uncancelled(asyncio.create_task(program.close(), name="end a program"))
             self.note(f"output of the program:\n{program.output.value().decode(errors='replace')}")
+
+    async def read(self, path: str) -> bytes:
+        return await asyncio.to_thread(read_regular, self.folder / path)
 
 
 @dataclass(frozen=True)
@@ -304,6 +310,9 @@ class _Inside:
             raise
         finally:
             self.note(f"output of the program:\n{output.value().decode(errors='replace')}")
+
+    async def read(self, path: str) -> bytes:
+        return await self.episode.machine.read(path, max_bytes=MAX_STATUS_BYTES)
 
 
 async def _first(running: Any, over: asyncio.Event) -> Any:

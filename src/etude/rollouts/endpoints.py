@@ -38,8 +38,8 @@ from etude.capture.short_work import ShortWork
 from etude.errors import ContextFull, EngineError, EtudeError, MachineError, nearest
 from etude.gateway import DIALECTS, Answer, ChatRequest, Dialect, RequestRefused
 from etude.gateway.dialects import messages
-from etude.gateway.errors import context_exceeded, from_error, invalid_request, openai_error
-from etude.gateway.http import json_response
+from etude.gateway.errors import context_exceeded, from_error, invalid_request, invalid_tools, openai_error
+from etude.gateway.http import json_response, read_body
 from etude.harness.episode import Episode, EpisodeEnded, Refusal
 from etude.http_server import bind, disconnected, run_http_server
 from etude.rollouts.attribution import (
@@ -110,7 +110,7 @@ class RolloutEndpoints:
             failure = MachineError("the endpoints of the rollout failed", facts, hint="see the log of the worker")
             self._episode.failure = self._episode.failure or failure
             self._attribution.failed.set()
-            ended = Ended("the endpoints failed, so the rollout ends", 500, "internal_error")
+            ended = Ended("the endpoints failed, so the rollout ends", "", 500, "internal_error")
             response = json_response(openai_error(ended), ended.status, ended.headers)
         if response is not None:
             await response(scope, receive, send)
@@ -140,16 +140,15 @@ class RolloutEndpoints:
         if _same(given, self._prefix) and inner.startswith("/"):
             return inner
         if path.startswith("/r/"):
-            message = "no such rollout is running here: it has ended, or its id or secret in the URL is wrong"
+            what, facts = "no such rollout is running here", "it has ended, or its id or secret in the URL is wrong"
             hint = "take the base URL from the environment of the program, and stop if it has worked before"
-            raise RequestRefused(404, f"{message}\n  hint: {hint}", code="not_found")
+            raise RequestRefused(404, what, facts, hint=hint, code="not_found")
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         if not _same(key, self._secret):
             facts = "it is not the one of this rollout" if key else "the request has none"
             hint = "take the API key from the environment of the program, or its base URL, which has the secret"
-            message = f"the API key is missing or wrong: {facts}\n  hint: {hint}"
-            raise RequestRefused(401, message, code="invalid_api_key")
+            raise RequestRefused(401, "the API key is missing or wrong", facts, hint=hint, code="invalid_api_key")
         return path
 
     def _note_refusal(self, request: Request, refused: RequestRefused) -> None:
@@ -257,10 +256,10 @@ class RolloutEndpoints:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             fields = None
         if not isinstance(fields, dict):
-            raise invalid_request("the body is not a JSON object\n  hint: send a JSON object, as this API has it")
+            raise invalid_request("the body is not a JSON object", hint="send a JSON object, as this API has it")
         n = fields.pop("n", None) or 1
         if type(n) is not int or not 1 <= n <= MAX_ANSWERS:
-            raise invalid_request(f"n must be from 1 to {MAX_ANSWERS}", "n")
+            raise invalid_request("n is out of range", hint=f"send a number from 1 to {MAX_ANSWERS}", param="n")
         asked = {name: fields.pop(name) for name in sorted(_SAMPLING & fields.keys())}
         while True:
             try:
@@ -277,7 +276,7 @@ class RolloutEndpoints:
         try:
             self._episode.chat.signatures(chat.tools)
         except ValueError as error:
-            raise invalid_request(str(error), "tools") from None
+            raise invalid_tools(error) from None
         self._log_sampling({name: value for name, value in asked.items() if value is not None})
         return chat
 
@@ -295,7 +294,7 @@ class RolloutEndpoints:
             order = msgspec.json.decode(await _body(request), type=_Order)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             hint = "exec needs command; read needs path; write needs path, and content in base64"
-            raise invalid_request(f"the body is not a request to the machine: {error}\n  hint: {hint}") from None
+            raise invalid_request("the body is not a request to the machine", str(error), hint=hint) from None
         machine = self._episode.machine
         try:
             if what == "exec":
@@ -308,11 +307,13 @@ class RolloutEndpoints:
                 return json_response({})
         except (OSError, ValueError, binascii.Error) as error:
             code = "not_found" if isinstance(error, FileNotFoundError) else "refused"
-            raise RequestRefused(400, str(error) or type(error).__name__, code=code) from None
+            facts, hint = str(error) or type(error).__name__, "check the path, and the base64 of content"
+            raise RequestRefused(400, f"the machine could not {what}", facts, hint=hint, code=code) from None
         except MachineError as error:
             self._episode.failure = self._episode.failure or error
             self._attribution.failed.set()
-            raise RequestRefused(503, f"the machine failed: {error.what}", code="machine_failed") from None
+            hint = "stop: the rollout ends, and its task is tried again"
+            raise RequestRefused(503, "the machine failed", error.what, hint=hint, code="machine_failed") from None
         raise _no_endpoint("POST", f"/machine/{what}", machine=True)
 
     async def _exec(self, order: _Order) -> Response:
@@ -380,17 +381,12 @@ def _same(given: str, right: str) -> bool:
 
 
 async def _body(request: Request) -> bytes:
-    body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
-            async for part in request.stream():
-                body += part
-                if len(body) > MAX_BODY_BYTES:
-                    message = f"the body is larger than {MAX_BODY_BYTES} bytes"
-                    raise RequestRefused(413, message, code="request_too_large")
+            return await read_body(request, MAX_BODY_BYTES, hint="send a shorter conversation or file")
     except TimeoutError:
-        raise RequestRefused(408, f"the request body did not arrive within {BODY_S:g} s", code="timeout") from None
-    return bytes(body)
+        what = f"the request body did not arrive within {BODY_S:g} s"
+        raise RequestRefused(408, what, hint="send the request again", code="timeout") from None
 
 
 async def _wait(accepted: AcceptedRequest, gone: asyncio.Task[None], timeout_s: float | None) -> bool:
@@ -405,27 +401,24 @@ def _no_endpoint(method: str, path: str, *, machine: bool) -> RequestRefused:
     right = "POST" if path in posts else "GET" if path == "/v1/models" or path.startswith("/v1/models/") else ""
     what = f"{method} {path[:200]} is not offered to programs of a rollout"
     if not right:
-        return RequestRefused(404, f"{what}\n  hint: {nearest(path, ['/v1/models', *posts])}", code="not_found")
-    message = f"{what}: this path takes only {right}\n  hint: send {right}"
-    return RequestRefused(405, message, code="method_not_allowed", allow=right)
+        return RequestRefused(404, what, hint=nearest(path, ["/v1/models", *posts]), code="not_found")
+    facts, hint, code = f"this path takes only {right}", f"send {right}", "method_not_allowed"
+    return RequestRefused(405, what, facts, hint=hint, code=code, allow=right)
 
 
 def _refusal(error: BaseException, episode: Episode) -> RequestRefused:
     """Convert what stopped a request to the error that the program gets."""
     if isinstance(error, EpisodeEnded):
-        message = f"the rollout has ended: {error.ending.value}. Stop asking."
-        return Ended(message)
+        return Ended("the rollout has ended", error.ending.value)
     if isinstance(error, TooManyRequests):
-        message = (
-            f"too many requests of this rollout are running: at most {MAX_PARALLEL} may run at once\n"
-            "  hint: wait for some of them first"
-        )
-        return RequestRefused(429, message, code="rate_limit_exceeded")
+        what, facts = "too many requests of this rollout are running", f"at most {MAX_PARALLEL} may run at once"
+        return RequestRefused(429, what, facts, hint="wait for some of them first", code="rate_limit_exceeded")
     if isinstance(error, ContextFull):
         limit = episode.limits.context_tokens
         return context_exceeded(limit, limit + 1, 0, facts=f"the request does not fit: {error.facts or error.what}")
     if isinstance(error, EngineError):
-        return Ended(f"no engine answered, so the rollout ends: {error.what}", 503, "engine_unavailable")
+        facts = f"{error.what}{': ' + error.facts if error.facts else ''}"
+        return Ended("no engine answered, so the rollout ends", facts, 503, "engine_unavailable")
     if isinstance(error, EtudeError):
         return from_error(error)
     return Ended("the rollout has ended")
@@ -434,8 +427,8 @@ def _refusal(error: BaseException, episode: Episode) -> RequestRefused:
 class Ended(RequestRefused):
     """A refusal that tells the program to stop. OpenAI's and Anthropic's clients do not retry it."""
 
-    def __init__(self, message: str, status: int = 403, code: str = ENDED) -> None:
-        super().__init__(status, message, code=code)
+    def __init__(self, what: str, facts: str = "", status: int = 403, code: str = ENDED) -> None:
+        super().__init__(status, what, facts, hint="stop asking", code=code)
 
     @property
     def headers(self) -> dict[str, str]:

@@ -8,7 +8,6 @@ from etude.environments.memory import MemoryMachine, MemoryRuntime, run_python
 from etude.testing.learning import (
     EnginePolicy,
     FakeLearner,
-    MemoryExperience,
     MemoryTracker,
     ScriptedEngine,
     StreamingPolicy,
@@ -22,7 +21,6 @@ __all__ = [
     "FakeLearner",
     "FakeRunProcesses",
     "ListSource",
-    "MemoryExperience",
     "MemoryMachine",
     "MemoryRuntime",
     "MemoryTracker",

@@ -1,18 +1,16 @@
-"""Fakes of engines, policies, the learner, the experience store and trackers, without weights or files."""
+"""Fakes of engines, policies, the learner and trackers, without weights or files."""
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import hashlib
 import json
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from etude.errors import ContextFull, EngineBehind, EngineError, LedgerError
+from etude.errors import ContextFull, EngineBehind, EngineError
 from etude.records.completion import Completion, CompletionRequest, StopReason, Version, VersionSpan
 from etude.records.sample import Batch, Published, StepReport
 from etude.seams import Engine, EngineInfo, TrackedRun
@@ -84,7 +82,7 @@ class ScriptedEngine:
         tokens = tokens[: sampling.max_tokens]
         end = len(request.prompt_ids) + len(tokens) - 1
         start = end if request.routes_from is None else min(request.routes_from, end)
-        positions = np.arange(start, end, dtype=np.uint8) % 4
+        positions = np.arange(start, end) % 4
         routes = np.broadcast_to(positions[:, None, None], (len(positions), *self._shape)).astype(np.uint8)
         return Completion(
             request_id=request.request_id,
@@ -214,47 +212,6 @@ class FakeLearner:
         )
         self.published.append(done)
         return done
-
-
-class MemoryExperience:
-    """An `ExperienceStore` in memory.
-
-    `allowed` maps a state to the states that may follow it; the key "" has the states in which a rollout may begin.
-    None allows every change.
-    """
-
-    def __init__(self, allowed: Mapping[str, Iterable[str]] | None = None) -> None:
-        self._allowed = None if allowed is None else {state: set(after) for state, after in allowed.items()}
-        self._state: dict[str, str] = {}
-        self._data: dict[tuple[str, str], bytes] = {}
-
-    def move(self, rollout_id: str, to: str, *, reason: str = "", **facts: Any) -> None:
-        state = self._state.get(rollout_id, "")
-        if self._allowed is not None and to not in self._allowed.get(state, ()):
-            raise LedgerError(
-                f"{rollout_id} cannot go from {state or 'nowhere'} to {to}", hint="see the transition table"
-            )
-        self._state[rollout_id] = to
-
-    def put(self, rollout_id: str, name: str, data: bytes) -> None:
-        self._data[rollout_id, name] = bytes(data)
-
-    def get(self, rollout_id: str, name: str) -> bytes | None:
-        return self._data.get((rollout_id, name))
-
-    def states(self) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for state in self._state.values():
-            counts[state] = counts.get(state, 0) + 1
-        return counts
-
-    def transaction(self, work: Callable[[], None]) -> None:
-        before = copy.copy(self._state), copy.copy(self._data)
-        try:
-            work()
-        except BaseException:
-            self._state, self._data = before
-            raise
 
 
 class MemoryTracker:

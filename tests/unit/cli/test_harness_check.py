@@ -71,7 +71,13 @@ def turns(num, system="be brief", keep=True):
         said = post([{"role": "system", "content": system.format(turn=turn)}, *talk])
         talk += [said] if keep and said else []
         talk += [{"role": "user", "content": f"go on {turn}"}]
+def wrote(status):
+    open("last.json", "w").write(json.dumps({"status": status}))
 """
+STATUS = [
+    'harness.program.status={file = "last.json", field = "status"}',
+    'harness.program.endings={Done = "submitted", Limit = "turns"}',
+]
 
 
 @pytest.mark.parametrize(
@@ -85,6 +91,7 @@ def turns(num, system="be brief", keep=True):
         ),
         ("turns(1); post([{'role': 'usr'}])", ["problem: 1 request was refused: 400 POST /v1/chat/completions: "]),
         ("turns(1); sys.exit(3)", ["problem: the program failed: exit code 3"]),
+        ("turns(1); wrote('Confused')", ['problem: the program failed: status = "Confused"', "ended: stopped"]),
         ("turns(1); __import__('time').sleep(30)", ["problem: the program was killed at its deadline"]),
     ],
 )
@@ -92,7 +99,8 @@ def test_what_keeps_a_program_from_being_trained_is_named_and_fails_the_check(
     check: Callable[..., tuple[int, str]], body: str, says: list[str]
 ) -> None:
     deadline_s = 3.0 if "sleep" in body else 20.0
-    code, said = check(["{python}", "-c", CHATTING + body], "--set", f"harness.rollout_deadline_s={deadline_s}")
+    sets = [f"harness.rollout_deadline_s={deadline_s}", *(STATUS if "wrote" in body else [])]
+    code, said = check(["{python}", "-c", CHATTING + body], *(part for one in sets for part in ("--set", one)))
     assert code == 1, said
     assert all(one in said for one in says), said
     assert "sent no request" not in said
@@ -113,6 +121,15 @@ def test_what_can_be_trained_is_no_problem(check: Callable[..., tuple[int, str]]
     assert code == 0, said
     assert says in said
     assert "no problem found" in said
+
+
+def test_a_limit_of_the_programs_own_is_shown_as_what_it_is(check: Callable[..., tuple[int, str]]) -> None:
+    sets = [part for one in STATUS for part in ("--set", one)]
+    code, said = check(["{python}", "-c", CHATTING + "turns(1); wrote('Limit')"], *sets)
+    assert code == 0, said
+    assert "ended: turns; 1 turn" in said
+    assert 'notice: the program ended by its own limit, as turns: status = "Limit"' in said
+    assert "ended: submitted" in check(["{python}", "-c", CHATTING + "turns(1); wrote('Done')"], *sets)[1]
 
 
 def test_a_nearly_right_word_in_braces_is_an_error(check: Callable[..., tuple[int, str]]) -> None:

@@ -1,4 +1,4 @@
-"""Bodies of any shape, sent to every dialect: an answer, or an error of the client. Never status 500."""
+"""Bodies of any shape, sent to every dialect: an answer, or an error of the client with a hint. Never status 500."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_no_body_makes_an_answer_of_the_class_500(requests: int) -> None:
                 statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
                 assert answer.status_code < 500, (path, data, answer.text)
                 if answer.status_code >= 400:
-                    assert answer.json()["error"]["message"]
+                    assert "\n  hint: " in answer.json()["error"]["message"], (path, data, answer.text)
                 else:
                     assert b"event: error" not in answer.content
                     assert b"response.failed" not in answer.content

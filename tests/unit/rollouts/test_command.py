@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import sys
 import time
@@ -11,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.here import opened
 from tests.unit.harness.test_tools import TASK
 from tests.unit.harness.tokeniser import laptop_chat
@@ -25,6 +29,7 @@ from etude.records import Completion, CompletionRequest
 from etude.records.command import ExecResult
 from etude.records.rollout import Ending
 from etude.rollouts import command as commands
+from etude.rollouts.endings import status_in
 from etude.rollouts.logs import read_logs, write_log
 from etude.testing import EnginePolicy, MemoryMachine, ScriptedEngine
 
@@ -159,8 +164,80 @@ def test_every_end_of_a_program_is_an_ending_that_is_graded(script: str, ending:
     assert said in run.log.decode()
 
 
-def test_exit_code_0_submits_only_if_the_settings_say_so() -> None:
-    assert play("", settings={"submits": "never"}).ending is Ending.STOPPED
+WRITES = "import json; open('last.json', 'w').write({!r}); sys.exit({})"
+STATUS = {"file": "last.json", "field": "info.status"}
+ENDINGS = {"done": "submitted", "limit": "turns", "late": "deadline", "true": "context", "4": "turns"}
+
+
+@pytest.mark.parametrize(
+    ("code", "endings", "ending"),
+    [
+        (0, {"0": "stopped"}, Ending.STOPPED),
+        (3, {"3": "turns"}, Ending.TURNS),
+        (4, {"3": "turns"}, Ending.STOPPED),
+        (3, {"3": "submitted"}, Ending.SUBMITTED),
+    ],
+)
+def test_exit_codes_mean_the_endings_of_the_settings(code: int, endings: dict[str, str], ending: Ending) -> None:
+    assert play(f"sys.exit({code})", settings={"endings": endings}).ending is ending
+
+
+@pytest.mark.parametrize(
+    ("written", "code", "ending", "said"),
+    [
+        ('{"info": {"status": "done"}}', 0, Ending.SUBMITTED, 'info.status = "done": submitted'),
+        ('{"info": {"status": "limit"}}', 0, Ending.TURNS, 'info.status = "limit": turns'),
+        ('{"info": {"status": "late"}}', 4, Ending.DEADLINE, 'info.status = "late": deadline'),
+        ('{"info": {"status": true}}', 0, Ending.CONTEXT, 'info.status = "true": context'),
+        ('{"info": {"status": "RepeatedError"}}', 0, Ending.STOPPED, 'info.status = "RepeatedError": stopped'),
+        ('{"info": {"status": "RepeatedError"}}', 4, Ending.TURNS, "exit code 4"),
+        ('{"info": {"status": {}}}', 0, Ending.STOPPED, "no status: ValueError: the field has several values"),
+        ('{"info": []}', 0, Ending.STOPPED, "no status: ValueError: it has no 'status'"),
+        ("[" * 100_000, 0, Ending.STOPPED, "no status: ValueError: not JSON"),
+        ("", 0, Ending.STOPPED, "no status: ValueError: not JSON"),
+    ],
+)
+def test_a_status_that_a_program_writes_decides_the_ending(written: str, code: int, ending: Ending, said: str) -> None:
+    run = play(WRITES.format(written, code), settings={"status": STATUS, "endings": ENDINGS})
+    assert (run.ending, run.failure) == (ending, None), run.log.decode()
+    assert f"etude: exit code {code}\n" in run.log.decode()
+    assert said in run.log.decode()
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("", "FileNotFoundError"),
+        ("os.mkfifo('last.json')", "not a regular file"),
+        ("os.symlink('/etc/hostname', 'last.json')", "OSError"),
+        ("os.mkdir('last.json')", "IsADirectoryError"),
+        ("open('last.json', 'wb').truncate(65 << 20)", "it has more than"),
+    ],
+)
+def test_a_program_without_a_readable_status_has_not_submitted(script: str, said: str) -> None:
+    run = play(script, settings={"status": STATUS, "endings": ENDINGS})
+    assert run.ending is Ending.STOPPED, run.log.decode()
+    assert said in run.log.decode()
+
+
+def test_a_limit_of_the_run_comes_before_the_status() -> None:
+    script = "[ask(str(i)) for i in range(2)]\ntry: ask('more')\nexcept OSError: pass\n"
+    done = WRITES.format('{"info": {"status": "done"}}', 0)
+    settings = {"status": STATUS, "endings": ENDINGS}
+    run = play(script + done, [text("x")] * 9, settings=settings, max_turns=2)
+    assert run.ending is Ending.TURNS, run.log.decode()
+    run = play(f"try: ask('word ' * 3000)\nexcept OSError: pass\n{done}", settings=settings)
+    assert run.ending is Ending.CONTEXT, run.log.decode()
+
+
+VALUES = st.recursive(st.none() | st.booleans() | st.text() | st.integers(), st.lists)
+
+
+@given(st.binary(max_size=200) | VALUES.map(json.dumps).map(str.encode))
+def test_any_bytes_are_a_status_or_none(data: bytes) -> None:
+    for written in (data, b'{"a": %s}' % data):
+        with contextlib.suppress(ValueError):
+            assert isinstance(status_in(written, "a"), str)
 
 
 def test_a_program_that_hangs_is_killed_at_its_deadline() -> None:
@@ -350,6 +427,11 @@ def test_a_machine_without_a_loopback_of_its_own_is_named() -> None:
         ({"argv": ["a"], "warn": ["json"]}, "did you mean 'harness.program.warm'"),
         ({"argv": ["python", "x"], "warm": ["json"], "where": "inside"}, "warm is for programs outside"),
         ({"argv": ["python"], "warm": ["json"]}, "warm needs argv"),
+        ({"argv": ["a"], "endings": {"3": "limit"}}, "known: context, deadline, stopped, submitted, turns"),
+        ({"argv": ["a"], "endings": {"Limit": "turns"}}, "without status its names are exit codes"),
+        ({"argv": ["a"], "endings": {"256": "turns"}}, "without status its names are exit codes"),
+        ({"argv": ["a"], "status": {"file": "../a", "field": "b"}}, "is not a path in the working directory"),
+        ({"argv": ["a"], "status": {"file": "a"}}, "status.field|missing|field"),
         ({}, "argv"),
     ],
 )
@@ -360,7 +442,8 @@ def test_wrong_settings_are_named(program: dict[str, Any], said: str) -> None:
 
 
 def test_the_settings_come_back_from_a_config() -> None:
-    config = config_of(["a", "b"], {"env": {"A": "b"}})
+    status = {"file": "a.json", "field": "b"}
+    config = config_of(["a", "b"], {"env": {"A": "b"}, "endings": {"3": "turns"}, "status": status})
     assert build(HarnessConfig, to_plain(config)) == config
     assert build(HarnessConfig, {"program": "loop"}) == HarnessConfig()
 
@@ -382,6 +465,7 @@ def test_a_program_in_the_machine_asks_through_a_socket_of_its_own() -> None:
         "print(os.environ['OPENAI_BASE_URL'], os.path.exists('calc.py'))\n"
         "assert ask('a') == 'x'\n"
         "import subprocess; subprocess.Popen(['sleep', '99'], start_new_session=True)\n"
+        "open('last.json', 'w').write('{\"info\": {\"status\": \"done\"}}')"
     )
     argv = ["python3", "-c", ASK + script]
 
@@ -389,7 +473,7 @@ def test_a_program_in_the_machine_asks_through_a_socket_of_its_own() -> None:
         runtime = opened("namespace", lambda: NamespaceRuntime(spare=0))
         try:
             one, two, three, four = await runtime.fork(await prepare(runtime, TASK), 4)
-            config = config_of(argv, {"where": "inside"})
+            config = config_of(argv, {"where": "inside", "status": STATUS, "endings": ENDINGS})
             episodes = [
                 episode_of(config, EnginePolicy(ScriptedEngine([text("x")])), machine) for machine in (one, two)
             ]
@@ -398,6 +482,7 @@ def test_a_program_in_the_machine_asks_through_a_socket_of_its_own() -> None:
                 assert len(run.trace.turns) == 1
                 assert b"http://127.0.0.1:" in run.log
                 assert b"/v1 True" in run.log
+                assert b'info.status = "done": submitted' in run.log
             hung = episode_of(config_of(["sleep", "99"], {"where": "inside"}, rollout_deadline_s=0.5), None, three)
             assert (await run_program(hung)).ending is Ending.DEADLINE
             missing = episode_of(config_of(["no-such"], {"where": "inside"}), None, four)

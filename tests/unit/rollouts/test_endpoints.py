@@ -13,13 +13,14 @@ import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.gateway.test_refusals import NEVER, picky
 from tests.unit.harness.test_tools import TASK
 from tests.unit.harness.tokeniser import laptop_chat
 
 from etude.errors import EngineBehind, EngineError
 from etude.experience.packing import paths
 from etude.gateway import RequestRefused
-from etude.harness import Call, Episode, HarnessConfig, RequestOptions, standard_tools
+from etude.harness import Call, ChatFormat, Episode, HarnessConfig, RequestOptions, standard_tools
 from etude.records import Completion, CompletionRequest
 from etude.records.rollout import Ending, TurnKind
 from etude.rollouts import attribution as attributing
@@ -81,13 +82,15 @@ class Client:
 
 
 @asynccontextmanager
-async def client(policy: Any, *, name: str = "g000001.0/0", **limits: Any) -> AsyncIterator[Client]:
+async def client(
+    policy: Any, *, name: str = "g000001.0/0", chat: ChatFormat = CHAT, **limits: Any
+) -> AsyncIterator[Client]:
     sizes = {"turn_tokens": 48, "context_tokens": 1024, "max_turns": 8, **limits}
     episode = Episode(
         TASK,
         MemoryMachine({p: t.encode() for p, t in TASK.files.items()}),
         policy=policy,
-        chat=CHAT,
+        chat=chat,
         tools=standard_tools(),
         limits=HarnessConfig(**sizes),
         options=RequestOptions(session_id=name, seed=7),
@@ -172,6 +175,70 @@ def test_a_retry_gets_the_recorded_turn(headers: dict[str, str]) -> None:
     run(work)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_an_idempotency_key_of_another_request_is_refused_and_samples_nothing(path: str) -> None:
+    async def work() -> None:
+        field = "input" if path == "/v1/responses" else "messages"
+
+        def asks(words: str, **more: Any) -> Any:
+            body = {"model": "any", field: [{"role": "user", "content": words}], **more}
+            if path == "/v1/messages":
+                body.setdefault("max_tokens", 16)
+            return c.post(path, body, idempotency_key="k")
+
+        async with client(scripted(text("one"), text("two"))) as c:
+            async with asks("hello") as response:
+                first = await response.json()
+                assert response.status == 200, first
+            limit = {"max_output_tokens" if path == "/v1/responses" else "max_tokens": 7}
+            for words, more in [("else", {}), ("hello", {"n": 2}), ("hello", {"model": "other"}), ("hello", limit)]:
+                async with asks(words, **more) as response:
+                    refused = (await response.json())["error"]
+                    assert (response.status, refused["type"]) == (422, "invalid_request_error"), (words, more)
+                    assert "Idempotency-Key" in refused["message"]
+                    assert "hint: " in refused["message"]
+            assert len(c.episode.result().trace.turns) == 1
+            async with asks("hello", stream=True) as response:  # the same request, sent in another way
+                assert response.status == 200
+                assert "one" in await response.text()
+            assert len(c.episode.result().trace.turns) == 1
+
+    run(work)
+
+
+def test_an_answer_that_was_lost_is_not_given_to_another_model() -> None:
+    async def work() -> None:
+        policy = Gated([text("one"), text("two")])
+        async with client(policy) as c:
+            c.asked._side = ("small",)
+            gone = asyncio.create_task(c.chat("hello", model="small"))
+            await until(lambda: policy.num_asked)
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+            (entry,) = [one for entries in c.asked._by_key.values() for one in entries]
+            await until(lambda: not entry.num_clients)
+            policy.gate.set()
+            _, body = await c.chat("hello", model="large")
+            assert (body["model"], body["choices"][0]["message"]["content"]) == ("large", "two")
+            assert [turn.kind for turn in c.episode.result().trace.turns] == [TurnKind.SIDE, TurnKind.ACT]
+
+    run(work)
+
+
+def test_messages_that_differ_only_in_their_reasoning_are_no_repetition() -> None:
+    async def work() -> None:
+        async with client(scripted(text("one"), text("two"))) as c:
+            user = {"role": "user", "content": "go"}
+            for thought, expected in (("left", "one"), ("right", "two")):
+                said = [{"type": "thinking", "thinking": thought, "signature": ""}, {"type": "text", "text": "so"}]
+                talk = [user, {"role": "assistant", "content": said}, user]
+                body = {"model": "any", "max_tokens": 16, "messages": talk}
+                async with c.post("/v1/messages", body, x_stainless_retry_count="1") as response:
+                    assert (await response.json())["content"] == [{"type": "text", "text": expected}]
+
+    run(work)
+
+
 def test_a_retry_joins_the_request_in_flight() -> None:
     async def work() -> None:
         policy = Gated([text("one")])
@@ -197,6 +264,30 @@ def test_parallel_equal_requests_of_two_sub_agents_are_two_samples_with_their_ow
             assert found == {"one", "two"}
             seeds = {turn.sampling.seed for turn in c.episode.result().trace.turns}
             assert len(seeds) == 2
+
+    run(work)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_template_cannot_render_is_a_bad_request_in_every_dialect_and_ends_nothing(stream: bool) -> None:
+    async def work() -> None:
+        chat, talk = picky(), [{"role": "user", "content": NEVER}]
+        bodies: dict[str, dict[str, Any]] = {
+            "/v1/chat/completions": {"messages": talk, "stream": stream},
+            "/v1/responses": {"input": talk, "stream": stream},
+            "/v1/messages": {"messages": talk, "max_tokens": 9, "stream": stream},
+            "/v1/messages/count_tokens": {"messages": talk},
+        }
+        async with client(scripted([*chat.encode("ok").tolist(), chat.end_id]), chat=chat) as c:
+            for path, body in bodies.items():
+                async with c.post(path, {"model": "any", **body}) as response:
+                    refused = (await response.json())["error"]
+                    assert (response.status, refused["type"]) == (400, "invalid_request_error"), path
+                    assert "not this text" in refused["message"]
+                    assert "\n  hint: " in refused["message"]
+            assert (c.episode.failure, c.episode.ending, c.asked.calls) == (None, None, [])
+            status, answer = await c.chat("hi")
+            assert (status, answer["choices"][0]["message"]["content"]) == (200, "ok")
 
     run(work)
 

@@ -11,7 +11,7 @@ from etude.capture import Message
 from etude.gateway.answers import Answer, ResponseHead, logprob_entry
 from etude.gateway.dialects.dialect import Dialect
 from etude.gateway.dialects.shared import HARMLESS, NEUTRAL, Body, CompletionStream, common, head_fields, whole_body
-from etude.gateway.errors import invalid_request, openai_error
+from etude.gateway.errors import invalid_request, openai_error, unsupported_content
 from etude.gateway.requests import (
     ABSENT,
     BodyDecoder,
@@ -112,12 +112,14 @@ def read(data: bytes) -> ChatRequest:
     if form is not None and (form.type == "json_schema" or form.schema is not None):
         schema = form.json_schema.schema if form.json_schema is not None else None
         if schema is None:
-            hint = '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
-            raise invalid_request(f"response_format lacks json_schema.schema\n  hint: send {hint}", "response_format")
+            hint = 'send {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
+            what = "response_format lacks json_schema.schema"
+            raise invalid_request(what, hint=hint, param="response_format")
     elif form is not None and form.type == "json_object":
         schema = {"type": "object"}
     if body.top_logprobs and not body.logprobs:
-        raise invalid_request("top_logprobs needs logprobs = true", "top_logprobs")
+        hint = "send logprobs = true too, or leave top_logprobs out"
+        raise invalid_request("top_logprobs is given without logprobs", hint=hint, param="top_logprobs")
     return ChatRequest(
         messages=messages,
         tools=tools,
@@ -137,7 +139,8 @@ def _tools(body: _ChatBody) -> tuple[list[dict[str, Any]], bool]:
     if choice.type == "function" and choice.function is not None:
         return chosen_tools(tools, choice.function.name), True
     if choice.allowed_tools is None:
-        raise invalid_request(f"tool_choice of type {choice.type!r} lacks the field {choice.type!r}", "tool_choice")
+        what, hint = f"tool_choice of type {choice.type!r} lacks the field {choice.type!r}", f"send {choice.type}"
+        raise invalid_request(what, hint=hint, param="tool_choice")
     functions = [tool.get("function") for tool in choice.allowed_tools.tools]
     names = [str(function.get("name")) if isinstance(function, dict) else "" for function in functions]
     return chosen_tools(tools, names), choice.allowed_tools.mode == "required"
@@ -147,18 +150,21 @@ def _canonical(message: _Message, where: str) -> list[Message]:
     """Convert a message to its canonical form, in which it is rendered and compared."""
     content = message.content
     if isinstance(content, list):
-        if any(part.type not in ("text", "input_text", "output_text") for part in content):
-            raise invalid_request("this model takes only text content", f"{where}.content")
+        for part in content:
+            if part.type not in ("text", "input_text", "output_text"):
+                raise unsupported_content(part.type, f"{where}.content", "text")
         content = "".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role
     canonical: Message = {"role": role, "content": content or ""}
     if message.function_call is not None:
-        raise invalid_request("the old field function_call is not supported: send tool_calls", f"{where}.function_call")
+        what = "the old field function_call is not supported"
+        raise invalid_request(what, hint="send tool_calls", param=f"{where}.function_call")
     if role == "tool" and message.tool_call_id:
         canonical["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
         if role != "assistant":
-            raise invalid_request(f"a {role} message has tool_calls", f"{where}.tool_calls")
+            hint = "send tool_calls in messages of the role assistant only"
+            raise invalid_request(f"a {role} message has tool_calls", hint=hint, param=f"{where}.tool_calls")
         canonical["tool_calls"] = [
             canonical_call(c.function.name, c.function.arguments, c.id, f"{where}.tool_calls")
             for c in message.tool_calls

@@ -74,13 +74,13 @@ def _functions(tool: DeclaredTool, namespace: str, where: str, must_call: bool) 
             yield from _functions(inner, tool.name, f"{where}.tools[{i}]", must_call)
         return
     if tool.type not in ("function", "custom"):
-        what = f"{where}: tools of type {tool.type[:100]!r} are not offered by this model"
         hint = "switch these tools off in the client; it executes those of type function, custom or namespace itself"
-        raise invalid_request(f"{what}\n  hint: {hint}", where)
+        what = f"{where}: tools of type {tool.type[:100]!r} are not offered by this model"
+        raise invalid_request(what, "only the vendor's server can execute them", hint=hint, param=where)
     if tool.function is not None:
         what = f"{where} has the form of chat completions"
         hint = 'send {"type": "function", "name": ..., "description": ..., "parameters": {...}}'
-        raise invalid_request(f"{what}\n  hint: {hint}", where)
+        raise invalid_request(what, hint=hint, param=where)
     description, schema, form = tool.description, tool.parameters, tool.format
     if tool.type == "custom":
         text: dict[str, Any] = {"type": "string"}
@@ -89,7 +89,8 @@ def _functions(tool: DeclaredTool, namespace: str, where: str, must_call: bool) 
                 text["pattern"] = f"^(?:{form.definition})$"
             elif must_call:
                 what = f"{where}.format: this model cannot be forced to call a tool with a Lark grammar"
-                raise invalid_request(f"{what}\n  hint: use tool_choice = auto, or syntax = regex", "tool_choice")
+                hint = "use tool_choice = auto, or syntax = regex"
+                raise invalid_request(what, hint=hint, param="tool_choice")
             description = f"{description or ''}\n\nThe input follows this grammar ({form.syntax}):\n{form.definition}"
         schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
     yield function_tool(function_name(namespace, tool.name), description, schema)

@@ -11,7 +11,7 @@ import msgspec
 from etude.capture import Chat, Message
 from etude.gateway.answers import Answer, ResponseHead, summary_usage
 from etude.gateway.dialects.dialect import Dialect, EventStream, named_event
-from etude.gateway.errors import RequestRefused, invalid_request
+from etude.gateway.errors import RequestRefused, invalid_request, unsupported_content
 from etude.gateway.requests import (
     ABSENT,
     BodyDecoder,
@@ -140,7 +140,7 @@ def read(data: bytes) -> ChatRequest:
     """Parse and check the JSON body of a request for a message. Raises `RequestRefused` (HTTP status 400)."""
     request = read_count(data)
     if request.max_tokens is None:
-        raise invalid_request("max_tokens: Field required", "max_tokens")
+        raise invalid_request("max_tokens is missing", hint="send this field, which is required", param="max_tokens")
     return request
 
 
@@ -152,7 +152,7 @@ def read_count(data: bytes) -> ChatRequest:
     for edit in body.context_management.edits if body.context_management else ():
         if not edit.type.startswith("clear_thinking"):  # earlier reasoning is in the context only as it was sampled
             what = f"context_management of type {edit.type[:100]!r} is not offered by this model"
-            raise invalid_request(f"{what}\n  hint: leave it out", "context_management")
+            raise invalid_request(what, hint="leave it out, or send clear_thinking", param="context_management")
     messages = _conversations.read(body.messages, len(data), _system(body.system))
     choice = body.tool_choice or _ToolChoice("auto")
     tools = _tools_cache.read(body.tools)
@@ -184,7 +184,7 @@ def _system(system: str | list[_Block] | None) -> str:
 
 def _is_text(block: _Block, where: str) -> bool:
     if block.type != "text":
-        raise invalid_request(f"content of type {block.type[:100]!r} is not offered by this model", where)
+        raise unsupported_content(block.type, where, "text")
     return True
 
 
@@ -235,8 +235,9 @@ _conversations = Conversations(message_reader(msgspec.json.Decoder(_Message), _c
 
 def _tool(tool: _Tool, where: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
+        hint = "send tools with an input_schema"
         what = f"{where}: tools of type {tool.type[:100]!r} are not offered by this model"
-        raise invalid_request(f"{what}\n  hint: give tools with an input_schema, which the client executes", where)
+        raise invalid_request(what, "the client must execute them", hint=hint, param=where)
     return function_tool(tool.name, tool.description, tool.input_schema)
 
 
@@ -295,6 +296,7 @@ def error(refused: RequestRefused) -> dict[str, Any]:
         if refused.context is not None:
             prompt_tokens, context_tokens = refused.context
             message += f": {prompt_tokens} tokens > {context_tokens} maximum"
+        message += f"\n  hint: {refused.hint}"
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 

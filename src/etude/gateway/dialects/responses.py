@@ -13,7 +13,7 @@ from etude.capture import Chat, KeptMessage, Message
 from etude.gateway.answers import Answer, ResponseHead, logprob_entry, summary_usage
 from etude.gateway.dialects.declared_tools import DeclaredTool, ToolName, function_name, functions, names_of
 from etude.gateway.dialects.dialect import Dialect, EventStream, named_event
-from etude.gateway.errors import RequestRefused, invalid_request, not_json, openai_error
+from etude.gateway.errors import RequestRefused, invalid_request, not_json, openai_error, unsupported_content
 from etude.gateway.requests import (
     ABSENT,
     BodyDecoder,
@@ -144,7 +144,9 @@ def read(data: bytes) -> ChatRequest:
     only: list[str] | None = None
     if isinstance(choice, _Choice):
         if choice.type not in ("function", "custom", "allowed_tools"):
-            raise invalid_request(f"tool_choice of type {choice.type[:100]!r} is not offered", "tool_choice")
+            hint = "send auto, none, required, or an object of type function, custom or allowed_tools"
+            what = f"tool_choice of type {choice.type[:100]!r} is not offered"
+            raise invalid_request(what, hint=hint, param="tool_choice")
         chosen = choice.tools if choice.type == "allowed_tools" else [choice]
         only = [function_name(one.namespace, one.name) for one in chosen]
         must = choice.type != "allowed_tools" or choice.mode == "required"
@@ -156,8 +158,8 @@ def read(data: bytes) -> ChatRequest:
     if form is not None and form.type == "json_schema":
         schema = form.schema
         if schema is None:
-            hint = '{"type": "json_schema", "name": ..., "schema": {...}}'
-            raise invalid_request(f"text.format lacks schema\n  hint: send {hint}", "text.format")
+            hint = 'send {"type": "json_schema", "name": ..., "schema": {...}}'
+            raise invalid_request("text.format lacks schema", hint=hint, param="text.format")
     elif form is not None and form.type == "json_object":
         schema = {"type": "object"}
     offered = chosen_tools(tools, only, none=choice == "none")
@@ -228,7 +230,8 @@ def _message(item: _Item, where: str) -> KeptMessage:
     message: Message = {"role": "assistant", "content": ""}
     if kind == "message":
         if item.role is None:
-            raise invalid_request("a message needs a role", f"{where}.role")
+            hint = "send user, assistant, system or developer"
+            raise invalid_request(f"{where}.role is missing", hint=hint, param=f"{where}.role")
         role = "system" if item.role == "developer" else item.role
         message = {"role": role, "content": _text(item.content, f"{where}.content")}
     elif kind == "reasoning":
@@ -241,7 +244,8 @@ def _message(item: _Item, where: str) -> KeptMessage:
     elif kind in ("function_call_output", "custom_tool_call_output"):
         message = {"role": "tool", "content": _text(item.output, f"{where}.output"), "tool_call_id": item.call_id}
     else:
-        raise invalid_request(f"an item of type {kind[:100]!r} is not offered by this model", where)
+        hint = "send messages, reasoning, and calls of functions and custom tools with their outputs"
+        raise invalid_request(f"an item of type {kind[:100]!r} is not offered by this model", hint=hint, param=where)
     return KeptMessage(message)
 
 
@@ -268,7 +272,7 @@ def _text(content: str | list[_Part] | None, where: str) -> str:
         return content or ""
     for part in content:
         if part.type not in ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"):
-            raise invalid_request(f"content of type {part.type[:100]!r} is not offered by this model", where)
+            raise unsupported_content(part.type, where, "input_text")
     return "".join(part.text or part.refusal for part in content)
 
 

@@ -99,7 +99,7 @@ def common(body: Body) -> dict[str, Any]:
     check_range("max_completion_tokens", body.max_completion_tokens, 1)
     if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
         what = f"max_tokens = {body.max_tokens} and max_completion_tokens = {body.max_completion_tokens} differ"
-        raise invalid_request(f"{what}\n  hint: send only one of them", "max_tokens")
+        raise invalid_request(what, hint="send only one of them", param="max_tokens")
     return {
         "sampling": read_sampling(body),
         "n": body.n or 1,

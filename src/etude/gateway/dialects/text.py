@@ -33,7 +33,9 @@ def read(data: bytes) -> ChatRequest:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]  # a batch of one
     if not prompt or (isinstance(prompt, list) and not all(type(token) is int for token in prompt)):
-        raise invalid_request("prompt must be one text, or one list of token ids, and not empty", "prompt")
+        facts = "it is empty, or a list of several prompts, or of other values than token ids"
+        hint = "send one text, or one list of token ids"
+        raise invalid_request("prompt is invalid", facts, hint=hint, param="prompt")
     check_range("logprobs", body.logprobs, 0, MAX_TOP_LOGPROBS)
     fields = common(body)
     return ChatRequest(

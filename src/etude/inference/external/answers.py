@@ -251,7 +251,7 @@ def decode(body: bytes, kind: type[T], server: str, engine: str) -> T:
 def event_body(line: bytes, server: str, engine: str) -> bytes | None:
     """Return the JSON in one line of a streamed response, or None for a line without tokens.
 
-    Raises `EngineError` when the server ended the request with an error, `RefusedRequest` when it refused it."""
+    Raises `EngineError` when the server ended the request with an error, `MalformedRequest` when it refused it."""
     if not line.startswith(b"data: ") or is_end(line):
         return None
     body = line[len(b"data: ") :]
@@ -263,10 +263,6 @@ def event_body(line: bytes, server: str, engine: str) -> bytes | None:
 def is_end(line: bytes) -> bool:
     """Return whether this is the last line of a streamed response."""
     return line.strip() == b"data: [DONE]"
-
-
-class RefusedRequest(EngineError):
-    """A server answered a request with the status 400, or its stream with an error of this code."""
 
 
 class _ErrorMessage(msgspec.Struct, frozen=True):
@@ -282,7 +278,7 @@ def read_error(server: str, status: int, body: bytes, *, engine: str) -> EngineE
     """Return the exception for a response whose status is not 200. Accepts any `body` without raising.
 
     `status`: of the response. A code in the body goes before it, since a stream begins with the status 200. The error
-    is a `RefusedRequest` for 400.
+    is a `MalformedRequest` for 400.
 
     >>> print(read_error("vLLM", 400, b'{"error": {"message": "too long"}}', engine="engine-1"))
     vLLM of engine-1 answered 400: too long
@@ -297,7 +293,7 @@ def read_error(server: str, status: int, body: bytes, *, engine: str) -> EngineE
         message = repr(body[:200])
     kind, hint = EngineError, "see the engine's log"
     if status == 400:
-        kind, hint = RefusedRequest, f"change the request as the message says, or {hint}"
+        kind, hint = MalformedRequest, f"change the request as the message says, or {hint}"
     return kind(f"{server} of {engine} answered {status}", message[:500], hint=hint)
 
 

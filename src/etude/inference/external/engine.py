@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 import uuid
 from collections import Counter
@@ -442,9 +443,13 @@ class ExternalEngine:
         return f"{self._salt}-{self.adoption}"
 
 
+_OF_GRAMMARS = re.compile(r"grammar|schema|regex|structured|guid(ed|ance)|constrain", re.IGNORECASE)
+"""Words of which vLLM and SGLang write one when they refuse a request for its grammar."""
+
+
 def _explained(error: EngineError, request: CompletionRequest) -> EngineError:
     """Return the error of a request that a server refused or failed: `InvalidGrammar` if its grammar is the cause."""
-    if request.sampling.grammar and isinstance(error, answers.RefusedRequest):
+    if request.sampling.grammar and isinstance(error, MalformedRequest) and _OF_GRAMMARS.search(error.facts):
         hint = "simplify the grammar; or start the server with its tokeniser: see docs/guides/sampling.md"
         return InvalidGrammar(error.what, error.facts, hint=hint)
     if request.sampling.grammar and error.facts == answers.FAILED:

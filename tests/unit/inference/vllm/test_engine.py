@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from etude import grammars
-from etude.errors import EngineBehind, EngineError, WeightsError
+from etude.errors import EngineBehind, EngineError, MalformedRequest, WeightsError
 from etude.inference.config import EngineConfig
 from etude.inference.errors import EngineBusy, EngineLate, InvalidGrammar
 from etude.inference.external.engine import ExternalEngine
@@ -216,6 +216,31 @@ def test_a_text_that_cannot_follow_its_grammar_is_the_requests_fault_and_no_othe
             with pytest.raises(EngineError, match="answered 500") as caught:
                 await engine.generate(request)
             assert not isinstance(caught.value, InvalidGrammar)
+
+    tell(story)
+
+
+def test_a_request_that_a_server_refuses_says_the_servers_reason_with_a_grammar_and_without(
+    tell: Callable[[Story], None],
+) -> None:
+    async def story(engine: ExternalEngine, server: Server) -> None:
+        sampling = Sampling(max_tokens=5, stop_token_ids=(7,), grammar=grammars.from_regex("a"))
+        constrained = msgspec.structs.replace(ask(), sampling=sampling)
+        long = "The decoder prompt (length 300) is longer than the maximum model length of 256."
+        refusal = '{"error": {"message": "%s", "type": "BadRequestError", "code": 400}}'
+        for in_stream in (False, True):
+            server.status = 200 if in_stream else 400
+            for request, said, kind in (
+                (ask(), long, MalformedRequest),
+                (constrained, long, MalformedRequest),
+                (constrained, "Grammar error: unknown name", InvalidGrammar),
+                (constrained, "Failed to compile the json schema", InvalidGrammar),
+            ):
+                server.body = (("data: %s\n\n" if in_stream else "\n%s") % (refusal % said)).encode()
+                with pytest.raises(MalformedRequest, match="answered 400") as caught:
+                    await engine.generate(request)
+                assert (type(caught.value), caught.value.facts) == (kind, said)
+                assert ("simplify the grammar" in caught.value.hint) == (kind is InvalidGrammar)
 
     tell(story)
 

@@ -117,11 +117,11 @@ def test_a_recorded_refusal_says_what_vllm_said() -> None:
 
 def test_a_refusal_within_a_stream_has_its_own_status() -> None:
     refusal = b'data: {"error": {"message": "Grammar error", "type": "BadRequestError", "param": null, "code": 400}}\n'
-    with pytest.raises(answers.RefusedRequest, match="answered 400: Grammar error"):
+    with pytest.raises(MalformedRequest, match="answered 400: Grammar error"):
         protocol.read_event(refusal, engine="engine-1")
     with pytest.raises(EngineError, match="answered 500: Internal server error") as found:
         protocol.read_event(b'data: {"error": {"message": "Internal server error", "code": 500}}\n', engine="engine-1")
-    assert not isinstance(found.value, answers.RefusedRequest)
+    assert not isinstance(found.value, MalformedRequest)
 
 
 @pytest.mark.parametrize("cut", range(0, 1200, 97))
