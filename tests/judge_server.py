@@ -17,6 +17,10 @@ from typing import Any
 
 from aiohttp import web
 
+from etude.rewards.judges.asking import Reply
+from etude.rewards.judges.questions import Question
+from etude.rewards.judges.verdicts import Form
+
 LOW, HIGH = 1, 5
 SIGNATURE = "signed: the tiny model"
 Bias = Callable[[str, random.Random], int]
@@ -161,10 +165,30 @@ class ScriptedJudge:
             [verdict] = scores
         if code := re.search(r'code \(the text "(\w+)"\)', prompt):
             return json.dumps({"reason": "as scripted", "verdict": verdict, "code": code[1]})
+        words = ", ".join(map(str, verdict)) if isinstance(verdict, list) else str(verdict)
         if code := re.search(r"^VERDICT (\w+): VALUE$", prompt, re.MULTILINE):
-            words = ", ".join(map(str, verdict)) if isinstance(verdict, list) else str(verdict)
             return f"As scripted.\nVERDICT {code[1]}: {words}"
-        return str(verdict)
+        return words
+
+
+@dataclass
+class SlowAsker:
+    """Asks a scripted judge in this process. An answer takes `latency_s` seconds of the loop's clock (`tests.clock`).
+
+    `hangs` is given the number of a question, from 1, and returns whether it is never answered."""
+
+    latency_s: float
+    hangs: Callable[[int], bool] = lambda _: False
+    num_asked: int = 0
+    identity: tuple[str, ...] = ("scripted",)
+
+    def max_output(self, form: Form) -> int:
+        return 100
+
+    async def ask(self, question: Question) -> Reply:
+        self.num_asked += 1
+        await asyncio.sleep(1e9 if self.hangs(self.num_asked) else self.latency_s)
+        return Reply(ScriptedJudge().answer(f"{question.system}\n{question.user}"), "scripted-1")
 
 
 def works_of(prompt: str) -> list[str]:

@@ -32,6 +32,7 @@ from tests.judge_server import (
     work,
 )
 from tests.unit.rewards.judges.injections import INJECTIONS
+from tests.unit.rewards.judges.test_evidence import GRADED, PLACES, SECTIONS, compared, in_a_file
 
 from benchmarks.journal import Journal
 from benchmarks.report import report
@@ -93,8 +94,8 @@ async def calibrated(bias: Bias, seed: int, folder: Path, count: int) -> dict[st
         made = works(count, draw, tag="label")
         labels = [Label(ASPECT, Evidence.of_text(one.text), None, one.facts, one.author) for one in made]
         [found] = await calibrate(judge, labels)
-        other = [Evidence.of_text(one.text) for one in works(count, draw, tag="distance")]
-        far = await distance(judge, auditor, other)
+        other = [[Evidence.of_text(one.text)] for one in works(count, draw, tag="distance")]
+        far = await distance(*(JudgeTerm(one, Mode.POINTWISE, ()) for one in (judge, auditor)), other)
         judge.store.close()
         auditor.store.close()
     return {"report": msgspec.to_builtins(found), "biases": found.biases, "distance": far.value, "upper": far.high}
@@ -161,21 +162,27 @@ def drift(journal: Journal, seeds: Sequence[int], steps: int, labels: int) -> di
     return found
 
 
-def injections() -> dict[str, int]:
-    """Count verdicts that differ with injected text in a file, in each form of answer."""
+def injections(form: Form) -> dict[str, int]:
+    """Count verdicts that differ with injected text in files, their names, calls and outputs: scores, and if the form
+    allows it, choices between two works and rankings."""
 
-    async def use(form: Form, folder: Path) -> tuple[int, int]:
+    async def use(folder: Path) -> dict[str, int]:
         async with ScriptedJudge().serve() as server:
-            judge = judge_at(server.url, folder / f"{form}.sqlite")
-            judge.form = form
-            plain = await judge.score(ASPECT, Evidence.of_text(work(3)))
-            found = [await judge.score(ASPECT, Evidence.of_text(work(3, more=text))) for text in INJECTIONS.values()]
+            asker = HttpAsker(f"{server.url}/v1", "judge", options={"temperature": 0.0})
+            judge = Judge(RUBRIC, asker, JudgeStore(folder / "judge.sqlite"), form=form, first_wait_s=0.02)
+            plain = Evidence.of_rollout(in_a_file(""), GRADED, SECTIONS)
+            expected = (await judge.score(ASPECT, plain)).value
+            scores = moved = choices = 0
+            for rollout in (place(text) for text in INJECTIONS.values() for place in PLACES):
+                found = await judge.score(ASPECT, Evidence.of_rollout(rollout, GRADED, SECTIONS))
+                scores, moved = scores + 1, moved + (found.value != expected)
+                if form is not Form.TOKEN:
+                    choices, moved = choices + 2, moved + (await compared(judge, rollout) != (0.0, [0.0, 1.0]))
             judge.store.close()
-            return len(found), sum(one.value != plain.value for one in found)
+            return {"scores": scores, "choices_and_rankings": choices, "moved": moved}
 
     with tempfile.TemporaryDirectory() as folder:
-        counts = [asyncio.run(use(form, Path(folder))) for form in Form]
-    return {"texts": len(INJECTIONS), "verdicts": sum(n for n, _ in counts), "moved": sum(m for _, m in counts)}
+        return asyncio.run(use(Path(folder)))
 
 
 def outages(groups: int) -> dict[str, Any]:
@@ -256,7 +263,13 @@ def main() -> None:
     journal = Journal("judges")
     numbers = {
         "drift": drift(journal, range(args.seeds), args.steps, args.labels),
-        "injections": journal.once({"part": "injections"}, injections),
+        "injections": {
+            "texts": len(INJECTIONS),
+            "places": [place.__name__.removeprefix("in_") for place in PLACES],
+            "forms": {
+                form: journal.once({"part": "injections", "form": form}, partial(injections, form)) for form in Form
+            },
+        },
         "outages": journal.once({"part": "outages", "groups": args.groups}, partial(outages, args.groups)),
         "cpu_per_verdict": journal.once({"part": "cost"}, partial(cost, 200)),
     }

@@ -237,8 +237,9 @@ class RewardTerm(Protocol):
         The value must be finite. A `Score` may also give parts of the value to single turns, and hints (texts that
         would have helped) to faulty turns. When the value cannot be known, return a `Score` with value None and the
         reason as evidence; with `retry=True` if it may be known later, for example because a service is down: then it
-        is measured again. Several rollouts may be scored at the same time. An exception, or no result within 600 s,
-        ends the run with a `PluginError` that names the term; the run can be resumed."""
+        is measured again. Several rollouts may be scored at the same time. An exception ends the run with a
+        `PluginError` that names the term, and so do 600 s without a result and without progress; the run can be
+        resumed. A term that takes longer says that it gets on with `etude.progress.tick()`."""
         ...
 
 

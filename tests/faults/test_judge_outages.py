@@ -76,7 +76,7 @@ def test_a_run_with_a_judge_that_fails_ends_and_no_reward_is_wrong(
     kind = f"kind='judge', rubric='{rubric}', url='{judge.url}/v1', model='m', evidence=['trace'], deadline_s=2.0"
     run = Running(cli_in(tmp_path), game.config)
     try:
-        run.begin(f"rl.steps={STEPS}", f"rewards.terms=[{{name='good', weight=0.3, retry_s=20.0, kind={{{kind}}}}}]")
+        run.begin(f"rl.steps={STEPS}", f"rewards.terms=[{{name='good', weight=0.3, retry_s=1.0, kind={{{kind}}}}}]")
         assert run.end() == 0, run.said
     finally:
         run.stop()

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from tests.played_run import PlayedRun
 
+from etude import cli
 from etude.errors import DeadlineExceeded
 from etude.experience import read_trace
 from etude.experience.traces import trace_path
@@ -132,3 +133,41 @@ def test_a_group_that_waits_for_a_term_ends_the_run_at_its_deadline_by_name(
         trained(tmp_path, game, away("waits", 10**9, ', retry_s = 0.0, missing = "wait"'))
     assert "the service is away" in caught.value.facts
     assert Away.calls["waitsg000001.2"] > 2
+
+
+@pytest.mark.parametrize(
+    ("change", "then"),
+    [("away.missing=without", [0.0, 1.0, None, 3.0]), ("away.kind.failures=0", [0.0, 1.0, 2.0, 3.0])],
+)
+def test_a_group_waits_whatever_the_reason_is_until_an_operator_changes_the_settings(
+    game: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, then: list[float | None]
+) -> None:
+    """The term does not say that it may be known later, as a judge that refuses or whose budget is spent."""
+    monkeypatch.setattr(group_scoring, "LOOK_S", 0.02)
+    name = change.replace("=", "-")
+    terms = away(name, 10**9, ', retry_s = 0.0, missing = "wait"', retry="false")
+    run = PlayedRun.create(tmp_path / "r", game, *SETS, f"rewards.terms=[{terms}]")
+
+    async def main() -> None:
+        async with run.conductor() as conductor:
+            training = asyncio.create_task(conductor.reinforce())
+            while not unknown(run) and not training.done():  # noqa: ASYNC110  another task writes the event
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.5)
+            assert not training.done(), "the group is held"
+            run.folder.lock()
+            assert await asyncio.to_thread(cli.main, ["rewards", "set", str(run.folder.path), change]) == 0
+            run.folder.unlock()
+            await asyncio.wait_for(training, 300)
+
+    asyncio.run(main())
+    run.assert_sound(STEPS)
+    assert values(run, 1, "away")["g000001"] == then
+    assert unknown(run) == [
+        ("waiting", "g000001", ["away"]),
+        ("without", "g000001", ["away"]) if None in then else ("known", "g000001", []),
+    ]
+    waiting = next(one for one in read_events(run.folder / "events") if one["kind"] == "rewards.unknown")
+    assert waiting["held"] == ["away"]
+    assert waiting["reasons"] == {"g000001.2 away": "the service is away"}
+    assert Away.calls[f"{name}g000001.2"] <= 2, "what costs money is not asked again all the time"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from tests.played_run import PlayedRun, Players
 from etude import cli
 from etude.errors import InputError
 from etude.experience import Ledger
-from etude.experience.trace_reader import read_outcomes, read_step
+from etude.experience.trace_reader import read_outcomes, read_step, read_trace
 from etude.experience.traces import trace_path
 from etude.loop.replay import replay_step
 from etude.loop.reward_settings import RewardSettings, record_change
@@ -159,6 +160,35 @@ def test_how_a_reward_came_to_be_is_explained(game: Any, tmp_path: Path, capsys:
     assert "by dr-grpo among the rewards g000000.0 -0.25, g000000.1 1, g000000.2 0, g000000.3 1.25" in said
     closed = say(capsys, "explain", run.folder.path, "g000000.2")
     assert "tests: closed" in closed
+
+
+def test_advantages_by_turn_are_explained(game: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    faults = '{name = "faults", weight = 0.25, kind = "malformed-calls"}'
+    run = train(run_of(tmp_path / "r", game, "experience.credit=fork", f"rewards.terms=[{faults}]"))
+    step = read_step(trace_path(run.folder / "traces", 1))
+    tree = next(one for one in step.trees if one.rollout.rollout_id == "g000000.3")
+    [(_, sample)] = tree.samples
+    said = say(capsys, "explain", run.folder.path, "g000000.3")
+    [shown] = re.findall(r"turn 0: advantage (\S+)", said)
+    assert float(shown) == pytest.approx(sample.advantages[0], rel=1e-4), "what the step trained with"
+    assert "by fork among the rewards" in said
+
+
+def test_pairs_of_a_preference_loss_are_explained(
+    game: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = ("learner.policy_loss=dpo", "experience.credit=best-worst")
+    run = train(run_of(tmp_path / "r", game, *sets, f"rewards.terms=[{RANK}]"))
+    pairs = read_trace(trace_path(run.folder / "traces", 1)).batch.pairs
+    own = [pair for pair in pairs if pair[0].startswith("g000000.")]
+    assert own == [("g000000.3", "g000000.0")]
+    assert "preferred to g000000.0; none preferred to it" in say(capsys, "explain", run.folder.path, "g000000.3")
+    assert "preferred to none; g000000.3 preferred to it" in say(capsys, "explain", run.folder.path, "g000000.0")
+    assert "preferred to none; none preferred to it" in say(capsys, "explain", run.folder.path, "g000000.1")
+    monkeypatch.setattr("etude.cli.rewards.exceeds_lag", lambda steps, step, most: True)
+    late = say(capsys, "explain", run.folder.path, "g000000.3")
+    assert "preferred to none" in late
+    assert "it is in no pair: some of its tokens are older than experience.max_lag allows" in late
 
 
 def test_settings_of_steps_that_were_formed_are_refused_and_unknown_terms_are_named(

@@ -22,9 +22,9 @@ from etude.loop.locations import rollout_files
 from etude.plugins import Kind, make
 from etude.records import Graded
 from etude.rewards.config import RewardsConfig
+from etude.rewards.judges.agreement import Estimate
 from etude.rewards.judges.calibration import (
     AspectReport,
-    Estimate,
     Half,
     Label,
     as_json,
@@ -34,7 +34,7 @@ from etude.rewards.judges.calibration import (
 )
 from etude.rewards.judges.evidence import Evidence
 from etude.rewards.judges.store import JudgeStore
-from etude.rewards.judges.terms import GroupJudgeTerm, JudgeTerm
+from etude.rewards.judges.terms import GroupJudgeTerm, JudgeTerm, Mode
 from etude.rewards.judges.tuning import check_sections, exchanges, label_of, row_of
 from etude.rewards.judges.verdicts import Form
 
@@ -55,7 +55,9 @@ def calibrate_judge(args: argparse.Namespace) -> int:
     labels = [label for label in every if label.half is half]
     reports, far = asyncio.run(_measure(term, auditor, labels))
     screen = console()
-    screen.print(f"judge {args.term}, version {term.version}: {len(labels)} of {len(every)} labels, half {half}")
+    screen.print(
+        f"judge {args.term}, {term.mode}, version {term.version}: {len(labels)} of {len(every)} labels, half {half}"
+    )
     table = Table("aspect", "labels", "unknown", "kappa", "AUC", "exact", "length", "first", "biases")
     for one in reports:
         table.add_row(*_row(one))
@@ -74,11 +76,15 @@ def calibrate_judge(args: argparse.Namespace) -> int:
 async def _measure(
     term: JudgeTerm | GroupJudgeTerm, auditor: JudgeTerm | GroupJudgeTerm | None, labels: list[Label]
 ) -> tuple[list[AspectReport], Estimate | None]:
-    reports = await calibrate(term.judge, labels)
+    reports = await calibrate(term.judge, labels, term.mode)
     if auditor is None:
         return reports, None
-    works = {label.work.digest: label.work for label in labels if label.other is None}
-    return reports, await distance(term.judge, auditor.judge, list(works.values()))
+    works: dict[str, dict[str, Evidence]] = {}
+    for label in labels:
+        if label.other is None:
+            works.setdefault(label.cluster, {})[label.work.digest] = label.work
+    fewest = 1 if term.mode is Mode.POINTWISE else 2
+    return reports, await distance(term, auditor, [[*some.values()] for some in works.values() if len(some) >= fewest])
 
 
 def _judge(rewards: RewardsConfig, name: str) -> JudgeTerm | GroupJudgeTerm:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
@@ -17,9 +17,10 @@ from etude.config import Plugin, build, overridden, to_plain
 from etude.errors import Exit, InputError, RunError, nearest
 from etude.experience import SCHEMES, Ledger
 from etude.experience.admission import LittleSignal
-from etude.experience.credit import Credit, advantages
+from etude.experience.credit import Credit, better_than, staged_credit
 from etude.experience.database import NoLedger
 from etude.experience.groups import in_first_stage
+from etude.experience.packing import exceeds_lag
 from etude.experience.recomputing import RecomputedStep, recompute, recorded_composition
 from etude.experience.trace_reader import RecordedRollout, read_outcomes, read_step
 from etude.experience.traces import recorded_steps, trace_path
@@ -31,10 +32,11 @@ from etude.plugins import Kind, make
 from etude.production.episodes import SIMULATED, SOURCE
 from etude.records import Graded
 from etude.records.reward import BUILT_IN, Term
+from etude.records.summary import oldest_steps, turn_places
 from etude.rewards import Composition
 from etude.rewards.config import RewardsConfig, TermConfig
 from etude.run import RunFolder
-from etude.seams import CreditScheme
+from etude.seams import CreditScheme, PairCreditScheme, TurnCreditScheme
 from etude.telemetry import read_events
 
 NAMED = 5  # rollouts in the message about a difference
@@ -82,9 +84,10 @@ def list_terms(args: argparse.Namespace) -> int:
     screen = console()
     screen.print(table)
     for event in _waiting(run):
-        screen.print(
-            f"{event['group_id']} waits for {', '.join(event['terms'])}: {next(iter(event['reasons'].values()), '')}"
-        )
+        reason = next(iter(event["reasons"].values()), "")
+        screen.print(f"{event['group_id']} waits for {', '.join(event['terms'])}: {reason}")
+        for name in event.get("held", ()):
+            screen.print(f"  to go on without it: etude rewards set {run.path} {name}.missing=without")
     return 0
 
 
@@ -237,7 +240,7 @@ def _changed(
     when = {name: gate for name, gate in when.items() if gate}
     weights = {name: weight for name, weight in weights.items() if weight}
     hints = {name: weight for name, weight in hints.items() if weight}
-    return dataclasses.replace(composition, weights=weights, when=when, hints=hints, **plain), scheme
+    return replace(composition, weights=weights, when=when, hints=hints, **plain), scheme
 
 
 def _number(name: str, key: str, value: object) -> float:
@@ -305,7 +308,7 @@ def explain(args: argparse.Namespace) -> int:
     config, ledger = read_config(run), open_ledger(run)
     try:
         row = ledger.row(args.rollout_id)
-        step, siblings, composition = _siblings(run, config, ledger, row.group_id, row.step)
+        step, siblings, composition, late = _siblings(run, config, ledger, row.group_id, row.step)
     finally:
         ledger.close()
     screen = console()
@@ -313,15 +316,16 @@ def explain(args: argparse.Namespace) -> int:
     if not isinstance(outcome, Graded):
         facts = f"it is {row.state}" + (f": {outcome.reason}" if outcome else "")
         raise InputError(f"rollout {args.rollout_id} has no reward", facts, hint="give the id of a graded rollout")
-    judged = [(one, one.outcome) for one in siblings if isinstance(one.outcome, Graded)]
-    scheme = _scheme(config)
-    rewards = dict(
-        zip([one.rollout_id for one, _ in judged], composition.rewards([one.terms for _, one in judged]), strict=True)
-    )
-    reward, first = rewards[args.rollout_id], in_first_stage([*rewards], config.experience.min_group_size)
-    early = [i for i, is_first in zip(rewards, first, strict=True) if is_first]
-    compared = early if args.rollout_id in early else [*rewards]  # as `staged_credit` does
-    credit = dict(zip(compared, advantages([rewards[i] for i in compared], scheme), strict=True))
+    judged = [one for one in siblings if isinstance(one.outcome, Graded)]
+    scheme, ids = _scheme(config), [one.rollout_id for one in judged]
+    first = in_first_stage(ids, config.experience.min_group_size)
+    graded = [one.outcome for one in judged if isinstance(one.outcome, Graded)]
+    given = staged_credit(graded, [one.places for one in judged], first, composition, scheme)
+    credit = dict(zip(ids, given, strict=True))
+    pairs = dict(zip(ids, better_than([one.reward for one in given], ids, scheme, without=late), strict=True))
+    reward, advantage, by_turn = credit[args.rollout_id]
+    early = [i for i, is_first in zip(ids, first, strict=True) if is_first]
+    compared = early if args.rollout_id in early else ids  # as `staged_credit` does
     table = Table("term", "value", "gate", "weight", "adds", "version", "evidence")
     named = {term.name: term for term in outcome.terms}
     for name in dict.fromkeys([*named, *composition.weights]):
@@ -351,25 +355,45 @@ def explain(args: argparse.Namespace) -> int:
         screen.print(f"  of it turn {turn}: {part:+.6g}")
     for hint in composition.hints_of(outcome):
         screen.print(f"  hint for turn {hint.turn}, weight {hint.weight:g}: {hint.text}", markup=False)
-    others = ", ".join(f"{i} {rewards[i].value:.4g}" for i in compared)
-    screen.print(f"advantage {credit[args.rollout_id]:+.6g} by {scheme.name} among the rewards {others}")
+    others = ", ".join(f"{i} {credit[i].reward.value:.4g}" for i in compared)
+    screen.print(f"advantage {advantage:+.6g} by {scheme.name} among the rewards {others}")
+    for turn, value in enumerate(by_turn):
+        screen.print(f"  turn {turn}: advantage {value:+.6g}")
+    if isinstance(scheme, PairCreditScheme):
+        over = [i for i in ids if args.rollout_id in pairs[i]]
+        screen.print(
+            f"preferred to {', '.join(pairs[args.rollout_id]) or 'none'}; {', '.join(over) or 'none'} preferred to it"
+        )
+        if args.rollout_id in late:
+            screen.print("it is in no pair: some of its tokens are older than experience.max_lag allows")
     return 0
 
 
 def _siblings(
     run: RunFolder, config: RunConfig, ledger: Ledger, group_id: str, step: int | None
-) -> tuple[int | None, list[RecordedRollout], Composition]:
-    """Return the step of a group, its rollouts with their terms, and how they are composed."""
-    settings = RewardSettings(run, config)
+) -> tuple[int | None, list[RecordedRollout], Composition, list[str]]:
+    """Return the step of a group, its rollouts with their terms and turns, how they are composed, and the ids of those
+    that are too old for a preference pair."""
+    settings, max_lag = RewardSettings(run, config), config.experience.max_lag
     if step is not None:
-        rewards, rollouts = read_outcomes(trace_path(traces_folder(run), step))
+        path = trace_path(traces_folder(run), step)
+        rewards, rollouts = read_outcomes(path)
         simulated = rewards.get(SIMULATED) if not group_id.startswith(SOURCE) else None
         composition = recorded_composition(simulated or rewards, settings.composition(step))
-        return step, [one for one in rollouts if one.group_id == group_id], composition
+        siblings, late = [one for one in rollouts if one.group_id == group_id], list[str]()
+        if isinstance(_scheme(config), TurnCreditScheme | PairCreditScheme):
+            traces = {one.rollout.rollout_id: one.trace for one in read_step(path).trees}
+            siblings = [replace(one, places=turn_places(traces[one.rollout_id])) for one in siblings]
+            ids = [one.rollout_id for one in siblings]
+            late = [one for one in ids if exceeds_lag(oldest_steps(traces[one]), step - 1, max_lag)]
+        return step, siblings, composition, late
     next_step = max(ledger.steps(), default=0) + 1
     settings.recall(ledger, next_step)
     found = [
-        RecordedRollout(one.rollout_id, group_id, None, None, None, None, one.outcome)
+        RecordedRollout(
+            one.rollout_id, group_id, None, None, None, None, one.outcome,
+            places=one.summary.places if one.summary is not None else (),
+        )
         for one in ledger.group(group_id).finished
-    ]
-    return None, found, settings.composition(next_step)
+    ]  # fmt: skip
+    return None, found, settings.composition(next_step), []

@@ -43,9 +43,17 @@ def unknown_terms(view: RunView) -> Iterator[tuple[float, str]]:
     """Yield (time, sentence) for each group that waits for a reward term, or is trained on without it."""
     said = {"waiting": "a group waits for", "without": "a group goes without"}
     for event in {text(event, "group_id"): event for event in view.events("rewards.unknown")}.values():
-        names = event.get("terms")
+        names, reasons = event.get("terms"), event.get("reasons")
         if (what := said.get(text(event, "state"))) and isinstance(names, list):
-            yield float(event["t"]), f"{what} the reward term {', '.join(map(str, names))}, which is unknown"
+            why = (
+                [f": {one}" for one in reasons.values()]
+                if isinstance(reasons, dict) and what == said["waiting"]
+                else []
+            )
+            yield (
+                float(event["t"]),
+                f"{what} the reward term {', '.join(map(str, names))}, which is unknown{''.join(why[:1])}",
+            )
 
 
 def losses(view: RunView) -> list[Event]:

@@ -1,8 +1,9 @@
 """Measures the reward terms of each group when all its rollouts have ended. Then the group is ready for a batch.
 
-All siblings are measured by the same version of a term. A value that is unknown, because a service is unreachable, is
-measured again with back-off until the term's deadline (`retry_s`). Then the group is used without the term, or waits
-for it (setting `missing`). The terms of a group are stored together, when all are measured.
+All siblings are measured by the same version of a term. A value that may be known later, because a service is
+unreachable, is measured again with back-off for `retry_s` seconds after the first failure, and at least once. Then the
+group is used without the term. With `missing = "wait"` it waits, whatever the reason is, and is measured by the newest
+settings. The terms of a group are stored together, when all are measured.
 
 | | consumes | produces | waits for | unblocked by |
 | --- | --- | --- | --- | --- |
@@ -12,8 +13,7 @@ for it (setting `missing`). The terms of a group are stored together, when all a
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from etude.errors import DeadlineExceeded, LedgerError
 from etude.experience import Group, Ledger
@@ -22,7 +22,6 @@ from etude.loop.rollout_scheduler import RolloutScheduler
 from etude.loop.run_in_thread import SerialExecutor
 from etude.loop.run_processes import RunProcesses
 from etude.records import Graded
-from etude.records.reward import Measured
 from etude.records.summary import RolloutSummary
 from etude.rewards import Composition
 from etude.rewards.config import Missing, TermConfig
@@ -30,6 +29,10 @@ from etude.telemetry import Telemetry
 
 FIRST_S, MOST_S = 1.0, 60.0
 """Seconds after which an unknown term is measured again: the first wait and the longest. The wait doubles each time."""
+FINAL_S = 600.0
+"""The same for terms that do not say that they may be known later, such as a judge that refuses: asking costs money."""
+LOOK_S = 2.0
+"""Seconds after which a group that waits looks whether the settings have changed. Then it is measured at once."""
 WAIT_S = 86_400.0
 """The longest time in seconds that a group waits for an unknown term (`Missing.WAIT`). Then the run ends with an
 error."""
@@ -117,23 +120,30 @@ class GroupScorer:
         summaries, had = [one for one, _ in group.valid], [one for _, one in group.valid]
         if not had:
             return
-        graded, began, pause_s = had, time.monotonic(), FIRST_S
+        clock = asyncio.get_running_loop().time
+        graded, pause_s, said = had, FIRST_S, dict[str, str]()
+        failed_at: float | None = None
         while True:
             found = await self.processes.measure(terms, summaries, graded)
             graded = [one.with_terms(*(new.term for new in some)) for one, some in zip(graded, found, strict=True)]
-            waited_s = time.monotonic() - began
-            if not (again := self._to_retry(group_id, terms, found, waited_s)):
+            failed_at = clock() if failed_at is None else failed_at
+            waited_s = clock() - failed_at
+            retried = {one.term.name for some in found for one in some if one.retry}
+            held, hurried = self._to_retry(group_id, terms, retried, graded, waited_s)
+            if not held and not hurried:
                 break
-            if pause_s == FIRST_S:
-                self._log("waiting", group_id, again, summaries, graded, waited_s)
-            await asyncio.sleep(pause_s)
+            if said != (said := self._reasons([*held, *hurried], summaries, graded)):
+                self._log("waiting", group_id, [*held, *hurried], said, waited_s, held)
+            await self._pause(pause_s if retried else FINAL_S)
             pause_s = min(2 * pause_s, MOST_S)
+            newest = {one.name: one for one in self.settings.at(self.next_step + 1).terms if one.name in held}
+            terms = tuple(newest.get(one.name, one) for one in terms)
         composition = self.settings.composition(self.next_step)
-        unknown = [term for term in terms if any(_why_unknown(one, term.name, composition) for one in graded)]
+        unknown = [one.name for one in terms if any(_why_unknown(got, one.name, composition) for got in graded)]
         if unknown:
-            self._log("without", group_id, unknown, summaries, graded, waited_s)
-        elif pause_s > FIRST_S:
-            self._log("known", group_id, (), summaries, graded, waited_s)
+            self._log("without", group_id, unknown, self._reasons(unknown, summaries, graded), waited_s)
+        elif said:
+            self._log("known", group_id, [], {}, waited_s)
         changed = {
             summary.rollout_id: (new, composition.of(new).value)
             for summary, old, new in zip(summaries, had, graded, strict=True)
@@ -142,49 +152,84 @@ class GroupScorer:
         if changed:
             await self.ledger_thread(self.ledger.add_terms, changed)
 
-    def _to_retry(
-        self, group_id: str, terms: Sequence[TermConfig], found: Sequence[Sequence[Measured]], waited_s: float
-    ) -> list[TermConfig]:
-        """Return the unknown terms that are to be measured again. Raises `DeadlineExceeded` after `WAIT_S`."""
-        self.settings.refresh()  # a user may let a group go on without the term that it waits for
-        now = {one.name: one for one in self.settings.measured(self.next_step)}
-        retried = {one.term.name: one.term for some in found for one in some if one.retry}
-        waits = [now[term.name] for term in terms if term.name in retried and term.name in now]
-        late = [one for one in waits if _patient(one) and waited_s > WAIT_S]
-        if late:
-            name = late[0].name
-            raise DeadlineExceeded(
-                f"reward term {name!r} of group {group_id} is unknown",
-                f"waited {waited_s:.0f} s: {retried[name].evidence}",
-                hint=f"repair the term and resume; or train without it: etude rewards set RUN {name}.missing=without",
-            )
-        return [one for one in waits if _patient(one) or waited_s < one.retry_s]
+    async def _pause(self, seconds: float) -> None:
+        """Wait before terms are measured again: so many seconds, or until the settings change."""
+        clock, seen = asyncio.get_running_loop().time, self.settings.changes
+        until = clock() + seconds
+        while self.settings.changes is seen and (left_s := until - clock()) > 0:
+            await asyncio.sleep(min(left_s, LOOK_S))
+            self.settings.refresh()
 
-    def _log(
+    def _to_retry(
         self,
-        state: str,
         group_id: str,
         terms: Sequence[TermConfig],
-        summaries: Sequence[RolloutSummary],
+        retried: Collection[str],
         graded: Sequence[Graded],
         waited_s: float,
-    ) -> None:
-        """Report the terms that a group waits for, that it goes without, or that became known."""
-        names, composition = [term.name for term in terms], self.settings.composition(self.next_step)
-        reasons = {
+    ) -> tuple[list[str], list[str]]:
+        """Return the names of unknown terms to measure again: those that hold the group, and those that delay it.
+
+        `retried`: names of terms that may be known later. Raises `DeadlineExceeded` after `WAIT_S`."""
+        self.settings.refresh()  # a user may let a group go on without the term that it waits for
+        now = {one.name: one for one in self.settings.measured(self.next_step)}
+        composition, names = self.settings.composition(self.next_step), [one.name for one in terms if one.name in now]
+        held = [name for name in names if _patient(now[name]) and _waits_for(name, graded, composition) in names]
+        if held and waited_s > WAIT_S:
+            why = next(filter(None, (_why_unknown(one, held[0], composition) for one in graded)))
+            raise DeadlineExceeded(
+                f"reward term {held[0]!r} of group {group_id} is unknown",
+                f"waited {waited_s:.0f} s: {why}",
+                hint=f"repair the term, or give etude rewards set RUN {held[0]}.missing=without; then resume",
+            )
+        return held, [name for name in names if name in {*retried} - {*held} and waited_s < now[name].retry_s]
+
+    def _reasons(
+        self, names: Sequence[str], summaries: Sequence[RolloutSummary], graded: Sequence[Graded]
+    ) -> dict[str, str]:
+        """Return why terms are unknown, by rollout and name."""
+        composition = self.settings.composition(self.next_step)
+        return {
             f"{summary.rollout_id} {name}": why
             for summary, one in zip(summaries, graded, strict=True)
             for name in names
             if (why := _why_unknown(one, name, composition))
         }
+
+    def _log(
+        self,
+        state: str,
+        group_id: str,
+        names: Sequence[str],
+        reasons: Mapping[str, str],
+        waited_s: float,
+        held: Sequence[str] = (),
+    ) -> None:
+        """Report the terms that a group waits for, that it goes without, or that became known.
+
+        `held`: those of them without which the group does not go on (`Missing.WAIT`)."""
         self.telemetry.event(
             "rewards.unknown",
             group_id=group_id,
             state=state,
-            terms=names,
+            terms=list(names),
+            held=list(held),
             reasons=dict(list(reasons.items())[:3]),
             waited_s=round(waited_s, 3),
         )
+
+
+def _waits_for(name: str, graded: Sequence[Graded], composition: Composition) -> str:
+    """Return which term must become known so that the term `name` is known for all rollouts: itself, or a gate.
+
+    Returns "" if it is known, or its gate is closed, for all of them."""
+    gates = [name]
+    while gates[-1] in composition.when:
+        gates.append(composition.when[gates[-1]])
+    for one in graded:
+        if _why_unknown(one, name, composition):
+            return next((gate for gate in reversed(gates) if one.values.get(gate) is None), name)
+    return ""
 
 
 def _patient(term: TermConfig) -> bool:
@@ -195,7 +240,7 @@ def _patient(term: TermConfig) -> bool:
 def _why_unknown(graded: Graded, name: str, composition: Composition) -> str:
     """Return why the contribution of a term to a reward is unknown; "" if it is known, or the gate is closed."""
     terms = {term.name: term for term in graded.terms}
-    if composition.counts(name, terms) is None:
+    is_open, found = composition.counts(name, terms), terms.get(name)
+    if is_open is None:
         return f"its gate {composition.when[name]!r} is unknown"
-    found = terms.get(name)
-    return (found.evidence or "no reason") if found is not None and found.value is None else ""
+    return (found.evidence or "no reason") if is_open and found is not None and found.value is None else ""

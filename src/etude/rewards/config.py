@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from etude.config import BuiltIn, Plugin, ranged
 from etude.errors import nearest
@@ -36,10 +37,27 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 class Missing(enum.StrEnum):
     """What to do with a group while a reward term is unknown for one of its rollouts.
 
-    WITHOUT: it is trained on without this term. WAIT: the group waits until the term is known."""
+    WITHOUT: it is trained on without this term. WAIT: the group waits until the term is known, whatever the reason is,
+    or until the settings of the term change; a day at most."""
 
     WITHOUT = "without"
     WAIT = "wait"
+
+
+def _path(kind: Plugin) -> str:
+    return TERMS.get(kind.path, kind.path)
+
+
+def _model(kind: Plugin) -> tuple[object, ...]:
+    """Return which model a judge asks. Two spellings of the same URL give the same result."""
+    url, model = (str(kind.settings.get(key, "")) for key in ("url", "model"))
+    try:
+        parts = urlsplit(url)
+        port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    except ValueError:  # `judge` refuses it
+        return url, model
+    path = parts.path.rstrip("/").removesuffix("/v1")  # the dialects differ in it
+    return parts.scheme, (parts.hostname or "").rstrip("."), port, path, model
 
 
 @dataclass(frozen=True)
@@ -55,8 +73,8 @@ class TermConfig:
     - `when`: the name of another term, its gate: the term counts, and is measured, only where the gate is above 0. It
       may be "grade", a measure of the grader such as "tests", "submitted", or another of the `terms`. "": always.
     - `missing`: what to do with a group if the term is unknown for one of its rollouts.
-    - `retry_s`: for how many seconds an unknown value is measured again, if the term says that it may be known later.
-      With `missing = "wait"` it is a day instead.
+    - `retry_s`: for how many seconds after the first failure an unknown value is measured again, if the term says that
+      it may be known later; at least once, or never with 0. With `missing = "wait"` it is a day instead.
     - `hints`: weight of the term's hints, independent of `weight`. The learner adds `hints` times (log p with the hint
       - log p without it) to the advantage of each sampled token of a turn with a hint (`training.hints`). 0.0: no
       hints.
@@ -79,7 +97,7 @@ class TermConfig:
             raise ValueError(f"the name of term {self.name!r} is not valid: use letters, digits, '_' and '-'")
         if self.target and self.weight <= 0.0:
             raise ValueError(f"{self.name!r} has a target, but its weight is {self.weight:g}: set the weight above 0")
-        if self.kind.path in ("effort", TERMS["effort"]) and self.weight > 1.0:
+        if _path(self.kind) == TERMS["effort"] and self.weight > 1.0:
             raise ValueError(
                 f"the weight of {self.name!r} is {self.weight:g}: set at most 1, because otherwise "
                 "a rollout that gives up may get more than a solved one"
@@ -92,7 +110,7 @@ class RewardsConfig:
 
     `audits`: which terms are checked for drift, and how. Raises `ValueError` if two terms have the same name, if a gate
     is neither a term nor a measure of a grader, if gates depend on each other in a circle, or if an audit has no
-    independent auditor."""
+    independent auditor or compares values that mean different things."""
 
     terms: tuple[TermConfig, ...] = ()
     audits: tuple[AuditConfig, ...] = ()
@@ -139,10 +157,17 @@ class RewardsConfig:
             if auditor.weight or auditor.hints:
                 facts = "set its weight and its hints to 0.0"
                 raise ValueError(f"{one.by!r} audits {one.term!r} and must not be trained on: {facts}")
-            if auditor.kind.path == judge.path == "judge" and all(
-                auditor.kind.settings.get(key) == judge.settings.get(key) for key in ("url", "model")
-            ):
-                raise ValueError(f"{one.by!r} is the same model as {one.term!r}, which it audits: use another one")
+            for term in (terms[one.term], auditor):
+                if _path(term.kind) in TERMS.values() and _path(term.kind) != TERMS["judge"]:
+                    facts = f"the values of {term.name!r} are counts or costs"
+                    raise ValueError(f"{facts}, and an audit with a tolerance needs values from 0 to 1: audit a judge")
+            if _path(auditor.kind) == _path(judge) == TERMS["judge"]:
+                if _model(auditor.kind) == _model(judge):
+                    raise ValueError(f"{one.by!r} is the same model as {one.term!r}, which it audits: use another one")
+                modes = [kind.settings.get("mode", "pointwise") for kind in (judge, auditor.kind)]
+                if modes[0] != modes[1]:
+                    facts = f"{one.term!r} has mode = {modes[0]!r}, and {one.by!r}, which audits it, {modes[1]!r}"
+                    raise ValueError(f"{facts}: their values mean different things; use the same mode")
 
     def weights(self, step: int, tuned: Mapping[str, float]) -> Mapping[str, float]:
         """Return the weight of each term in the reward of version step `step`, by name. Weights of 0 are left out.

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import msgspec
 
 from etude.config import ranged
+from etude.errors import PluginError
 from etude.records.reward import GRADE
 from etude.records.rollout import Graded
 
@@ -53,7 +54,7 @@ class OnDrift(enum.StrEnum):
 class AuditConfig:
     """A `[[rewards.audits]]` table of the config file: how a reward term is checked for drift.
 
-    - `term`: the name of the checked term. Its values should be from 0 to 1.
+    - `term`: the name of the checked term. With a `tolerance` its values must be from 0 to 1.
     - `by`: the auditor, with which it is compared: "grade", or the name of another term whose weight is 0.
     - `tolerance`: the accepted root mean square distance to the auditor, as `etude judge calibrate` measures it; None
       for "grade".
@@ -116,7 +117,8 @@ class AuditStep(msgspec.Struct, frozen=True, kw_only=True):
 def observe(config: AuditConfig, state: AuditState, step: int, groups: Mapping[str, Sequence[Graded]]) -> AuditStep:
     """Add the groups of a step to an audit, and return its result. A step that was observed before adds nothing.
 
-    `groups`: the graded rollouts by group id. Rollouts for which one of the two values is unknown are left out."""
+    `groups`: the graded rollouts by group id. Rollouts for which one of the two values is unknown are left out. Raises
+    `PluginError` if the audit has a tolerance, and a value is not from 0 to 1."""
     found = [
         pairs
         for group in sorted(groups)
@@ -143,7 +145,15 @@ def observe(config: AuditConfig, state: AuditState, step: int, groups: Mapping[s
 def _pair(config: AuditConfig, graded: Graded) -> tuple[float, float] | None:
     values = graded.values
     term, by = values.get(config.term), values.get(config.by)
-    return None if term is None or by is None else (term, by)
+    if term is None or by is None:
+        return None
+    if config.tolerance is not None and not 0.0 <= min(term, by) <= max(term, by) <= 1.0:
+        raise PluginError(
+            f"the audit {config.name!r} needs values from 0 to 1",
+            f"a rollout has {config.term} {term:g} and {config.by} {by:g}",
+            hint="change the term to give values from 0 to 1, or remove the audit, and resume",
+        )
+    return term, by
 
 
 def _add(config: AuditConfig, state: AuditState, pairs: Sequence[tuple[float, float]]) -> None:
@@ -188,7 +198,7 @@ def _e_value(config: AuditConfig, state: AuditState) -> float:
 
 def _square(pairs: Sequence[tuple[float, float]]) -> float:
     """The mean squared distance of pairs of values from 0 to 1."""
-    return statistics.fmean(min(1.0, abs(term - by)) ** 2 for term, by in pairs)
+    return statistics.fmean((term - by) ** 2 for term, by in pairs)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from etude import progress
 from etude.errors import PluginError
 from etude.records.reward import Measured, Score, Term
 from etude.records.rollout import Graded, Rollout
@@ -15,7 +16,8 @@ from etude.rewards.composition import Composition
 from etude.seams import GroupRewardTerm, RewardTerm
 
 T = TypeVar("T")
-DEADLINE_S = 600.0  # of one term of one rollout, or of one group
+DEADLINE_S = 600.0
+"""Seconds without progress of this process (`etude.progress`) after which a term of a rollout or group has failed."""
 EVIDENCE_CHARS = 2_000  # of an evidence or a hint; more are cut off
 HINT = "fix the term, then resume the run: graded rollouts are not lost"
 
@@ -47,7 +49,8 @@ async def measure(
 ) -> Graded:
     """Measure all terms of one graded rollout, as a group of one, and return `graded` with their values added.
 
-    Raises `PluginError` for a term that raises, takes longer than `deadline_s` seconds, or returns an invalid value."""
+    Raises `PluginError` for a term that raises, makes no progress for `deadline_s` seconds, or returns an invalid
+    value."""
     [found] = await measure_group(terms, [rollout], [graded], deadline_s=deadline_s)
     return graded.with_terms(*(one.term for one in found))
 
@@ -66,7 +69,7 @@ async def measure_group(
     gate. A term that compares the rollouts of a group is measured for all rollouts with an open gate as soon as one of
     them lacks its value.
 
-    Raises `PluginError` for a term that raises, takes longer than `deadline_s` seconds, or returns anything but a
+    Raises `PluginError` for a term that raises, makes no progress for `deadline_s` seconds, or returns anything but a
     `Score` whose value is a finite number or None for each rollout."""
     gates = Composition(when={one.name: one.when for one in terms if one.when})
     tables = [{term.name: term for term in one.terms} for one in graded]
@@ -136,15 +139,21 @@ async def _scored(one: NamedTerm, siblings: Sequence[tuple[Rollout, Graded]], de
 
 
 async def _called(one: NamedTerm, at: str, call: Callable[[], Awaitable[object]], deadline_s: float) -> object:
+    task: asyncio.Future[object] | None = None
     try:
-        async with asyncio.timeout(deadline_s) as timeout:
-            return await call()
+        task, seen = asyncio.ensure_future(call()), -1
+        while seen != (seen := progress.count()):
+            await asyncio.wait({task}, timeout=deadline_s)
+            if task.done():
+                return task.result()
     except Exception as error:
-        if timeout.expired():
-            raise PluginError(
-                f"{one} exceeded its deadline", f"{at}: no value in {deadline_s:g} s", hint=HINT
-            ) from None
         raise PluginError(f"{one} failed", f"{at}: {type(error).__name__}: {error}", hint=HINT) from error
+    finally:
+        if task is not None:
+            task.cancel()
+    raise PluginError(
+        f"{one} exceeded its deadline", f"{at}: no value, and no progress for {deadline_s:g} s", hint=HINT
+    )
 
 
 def _checked(one: NamedTerm, rollout: Rollout, score: object) -> Measured:

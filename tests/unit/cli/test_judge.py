@@ -87,6 +87,28 @@ def test_a_judge_of_a_config_is_calibrated_on_one_half_and_its_account_is_shown(
     assert "facts by facts" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_judge_is_calibrated_in_the_mode_of_its_term_and_only_with_an_auditor_of_that_mode(
+    config: Path, capsys: pytest.CaptureFixture[str], server: ScriptedJudge
+) -> None:
+    given = [row | {"group": f"task {number // 4}"} for number, row in enumerate(rows(120))]
+    Path("labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    words = ["judge", "calibrate", "labels.jsonl", "--config", "config.toml", "--term", "facts", "--auditor", "auditor"]
+    plain = config.read_text()
+    config.write_text(plain.replace("}", ', mode = "ranking"}'))
+    assert etude.main([*words, "--json", "report.json"]) == 0
+    assert "judge facts, ranking, version" in " ".join(capsys.readouterr().out.split())
+    report = json.loads(Path("report.json").read_text())
+    [aspect] = report["aspects"]
+    assert aspect["num_labels"] % 6 == 0, "pairs of groups of four"
+    assert aspect["prefers_first"] is not None
+    assert aspect["auc"]["value"] > 0.9
+    assert all("Put the works in order" in str(body["messages"]) for body in server.bodies)
+    assert report["tolerance"] < 0.2
+    config.write_text(plain.replace("}", ', mode = "ranking"}', 1))
+    assert etude.main(words) == 2
+    assert "the distance to the auditor cannot be measured" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with random weights, of a tokeniser that knows digits."""

@@ -280,10 +280,10 @@ def test_the_terminal_says_what_an_alarm_of_parity_did(writer):
 
 def test_the_terminal_names_the_reward_term_that_a_group_waits_for(writer):
     writer.everything(until="rl", rl_steps=3)
-    facts = {"group_id": "g000003", "terms": ["polite"], "reasons": {}, "waited_s": 1.0}
+    facts = {"group_id": "g000003", "terms": ["polite"], "reasons": {"g000003.1 polite": "status 401"}}
     writer.event(2e9, "conductor", "rewards.unknown", state="waiting", **facts)
     said = " ".join(shown(RunView(writer.path)).split())
-    assert "a group waits for the reward term polite, which is unknown" in said
+    assert "a group waits for the reward term polite, which is unknown: status 401" in said
     writer.event(2e9 + 1, "conductor", "rewards.unknown", state="known", **facts)
     assert "reward term" not in shown(RunView(writer.path))
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
+from etude.errors import PluginError
 from etude.records import Graded
 from etude.records.reward import Term
 from etude.records.task import Trust
@@ -54,6 +55,14 @@ def a_tenth_random(rng: random.Random, step: int) -> tuple[float, float | None, 
 def test_a_tenth_of_random_verdicts_is_found_within_ten_steps(seed: int) -> None:
     found = alarm(BY_AUDITOR, a_tenth_random, seed=seed, steps=10)
     assert found is not None
+
+
+@pytest.mark.parametrize("value", [-0.25, 1.01, 40.0])
+def test_a_value_that_is_not_from_0_to_1_is_refused_and_not_clipped(value: float) -> None:
+    with pytest.raises(PluginError, match="'clear by auditor' needs values from 0 to 1") as refused:
+        observe(BY_AUDITOR, AuditState(), 1, {"g": [graded(value, 0.5, 1.0)]})
+    assert f"clear {value:g} and auditor 0.5" in refused.value.facts
+    observe(BY_GRADE, AuditState(), 1, {"g": [graded(value, None, 1.0)]})
 
 
 def test_an_honest_judge_raises_no_alarm_in_three_hundred_steps() -> None:

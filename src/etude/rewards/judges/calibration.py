@@ -1,35 +1,45 @@
 """Compares the scores of a judge with the labels of people: agreement, and biases by length, position and author.
 
-A work is a text or rollout that is judged. A hash of the work puts its label into one of two halves. You improve a
-rubric with one half and report the numbers of the other, so that a rubric fitted to its labels does not look better
-than it is. Works with the same `group`, such as attempts at one task, are in the same half, and the bootstrap of the
-intervals resamples them together."""
+A work is a text or rollout that is judged. The judge is asked as its reward term asks it (`Mode`): one that compares
+works is asked about pairs or groups of labelled works, and its choice in each pair is compared with that of people.
+
+A hash of the work puts its label into one of two halves. You improve a rubric with one half and report the numbers of
+the other, so that a rubric fitted to its labels does not look better than it is. Works with the same `group`, such as
+attempts at one task, are in the same half, and the bootstrap of the intervals resamples them together."""
 
 from __future__ import annotations
 
 import asyncio
 import enum
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from etude.errors import InputError
+from etude.rewards.judges.agreement import (
+    Counts,
+    Estimate,
+    by_author,
+    clustered_mean,
+    concordance,
+    correlation,
+    in_order,
+    kappa,
+)
 from etude.rewards.judges.evidence import Evidence
 from etude.rewards.judges.judge import Judge, Verdict
 from etude.rewards.judges.questions import FIRST, SECOND
 from etude.rewards.judges.rubrics import Aspect, Rubric
+from etude.rewards.judges.terms import GroupJudgeTerm, JudgeTerm, Mode
 
-T = TypeVar("T")
-RESAMPLED = 1000
-_Z = 1.96
 Given = str | dict[str, Any] | None
 
 
@@ -55,7 +65,7 @@ class _Row(msgspec.Struct, forbid_unknown_fields=True):
     first: Given = None
     second: Given = None
     aspect: str = ""
-    author: str = ""
+    author: str | tuple[str, str] = ""
     group: str = ""
 
 
@@ -63,9 +73,9 @@ class _Row(msgspec.Struct, forbid_unknown_fields=True):
 class Label:
     """A person's score of one work (a text or rollout that is judged), or their choice between two works.
 
-    `score`: on the aspect's scale; for two works 1 if the first is better, -1 if the second is, 0 for a tie. `author`:
-    who did the work, a name that the judge does not see. `group`: works of one group, such as attempts at one task, are
-    not independent; "": the work is independent of all others."""
+    `score`: on the aspect's scale; for two works 1 if the first is better, -1 if the second is, 0 for a tie. `author`,
+    `other_author`: who did the works, names that the judge does not see; "": unknown. `group`: works of one group, such
+    as attempts at one task, are not independent; "": the work is independent of all others."""
 
     aspect: Aspect
     work: Evidence
@@ -73,6 +83,7 @@ class Label:
     score: int
     author: str
     group: str = ""
+    other_author: str = ""
 
     @property
     def cluster(self) -> str:
@@ -85,19 +96,6 @@ class Label:
         return half_of(self.cluster)
 
 
-class Estimate(msgspec.Struct, frozen=True):
-    """A number with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    @property
-    def differs(self) -> bool:
-        """Whether the interval excludes 0."""
-        return self.low > 0.0 or self.high < 0.0
-
-
 class AspectReport(msgspec.Struct, frozen=True, kw_only=True):
     """How well a judge agrees with people about one aspect, over `num_labels` works or pairs with a verdict.
 
@@ -105,13 +103,16 @@ class AspectReport(msgspec.Struct, frozen=True, kw_only=True):
     - `kappa`: Cohen's kappa with quadratic weights; on a scale of two scores it equals the unweighted kappa. 1: full
       agreement, 0: agreement by chance.
     - `auc`: of two works that people score differently, the probability that the judge orders them as people do; ties
-      count half. On a scale of two scores it is the area under the ROC curve. None for pairs.
-    - `exact`: share of equal scores. For `exact` and `kappa`, fractional scores are rounded.
-    - `length`: Spearman correlation of judge minus people with the length of the work. None for pairs.
+      count half. On a scale of two scores it is the area under the ROC curve.
+    - `exact`: share of equal scores, or choices. For `exact` and `kappa`, fractional scores are rounded.
+    - `length`: Spearman correlation of judge minus people with the length of the work; for pairs, with how much longer
+      one work is than the other.
     - `prefers_first`: share of pairs in which the work shown first wins in both orders, minus the share in which the
-      work shown second does. None for single works.
+      work shown second does; for rankings over pairs that people score differently. None for a judge that sees one work
+      at a time.
     - `authors`: for each author, the mean of judge minus people over their works, minus the same mean over all other
-      works, in points of the scale."""
+      works, in points of the scale. For pairs: how much more often than people the judge chooses the author's work,
+      over pairs with works of this and another author."""
 
     aspect: str
     num_labels: int
@@ -144,7 +145,7 @@ def read_labels(path: Path, rubric: Rubric, of_rollout: Callable[[str], Evidence
       rollout, from which `of_rollout` makes evidence); `first` and `second` (two works to compare).
     - `label`: a score on the aspect's scale; for two works "first", "second" or "tie".
     - `aspect`: may be left out if the rubric has only one.
-    - `author`, `group`: optional, as in `Label`.
+    - `author`, `group`: optional, as in `Label`. For two works, `author` is a list of two names.
 
     Raises `InputError`, which names the line, for a label that is not valid."""
     try:
@@ -172,15 +173,19 @@ def _label(row: _Row, rubric: Rubric, of_rollout: Callable[[str], Evidence]) -> 
     given = [what for what in ("work", "rollout", "first", "second") if getattr(row, what) is not None]
     if given not in (["work"], ["rollout"], ["first", "second"]):
         raise ValueError(f"it has {' and '.join(given) or 'no work'}: give work, or rollout, or first and second")
+    if isinstance(row.author, str) != (row.first is None) and row.author:
+        raise ValueError(f"author is {row.author!r}: give one name for one work, and a list of two names for two works")
+    author, other_author = (row.author, "") if isinstance(row.author, str) else row.author
     if row.first is not None:
         scores = {"first": 1, "second": -1, "tie": 0}
         if row.label not in scores:
             raise ValueError(f"label is {row.label!r}, expected first, second or tie for two works")
-        return Label(aspect, _evidence(row.first), _evidence(row.second), scores[str(row.label)], row.author, row.group)
+        works = _evidence(row.first), _evidence(row.second)
+        return Label(aspect, *works, scores[str(row.label)], author, row.group, other_author)
     if not isinstance(row.label, int) or not aspect.lowest <= row.label <= aspect.highest:
         raise ValueError(f"label is {row.label!r}, expected a score from {aspect.lowest} to {aspect.highest}")
     work = of_rollout(row.rollout) if row.rollout is not None else _evidence(row.work)
-    return Label(aspect, work, None, row.label, row.author, row.group)
+    return Label(aspect, work, None, row.label, author, row.group)
 
 
 def _evidence(given: Given) -> Evidence:
@@ -189,22 +194,53 @@ def _evidence(given: Given) -> Evidence:
     return Evidence.of_mapping(given or {})
 
 
-async def calibrate(judge: Judge, labels: Sequence[Label]) -> list[AspectReport]:
-    """Ask a judge for its scores of labelled works, and return how well they agree with the labels.
+async def calibrate(judge: Judge, labels: Sequence[Label], mode: Mode = Mode.POINTWISE) -> list[AspectReport]:
+    """Ask a judge about labelled works, as a reward term of this mode does, and return how well it agrees with people.
 
-    There is one report for the single works of an aspect, and one for its pairs. Raises `InputError` if an aspect has
-    fewer than two labels, or if all its labels are equal: then agreement cannot be measured."""
+    There is one report for the single works of an aspect, and one for its pairs. A judge that compares works is asked
+    about the works of each `group`, and the report on single works is about all pairs of works of a group.
+
+    Raises `InputError` if an aspect has fewer than two labels, if all its labels are equal: then agreement cannot be
+    measured; or if a judge that compares works has no two works of one group."""
     reports = []
     kinds = dict.fromkeys((label.aspect.name, label.other is not None) for label in labels)
     for name, of_pairs in kinds:
         own = [one for one in labels if one.aspect.name == name and (one.other is not None) == of_pairs]
         _check_classes(name, own)
-        reports.append(await (_of_pairs if of_pairs else _of_works)(judge, own))
+        if not of_pairs and mode is Mode.POINTWISE:
+            reports.append(await _of_works(judge, own))
+        else:
+            reports.append(await _of_pairs(judge, own if of_pairs else _pairs_in(_siblings(own)), mode))
     if not reports:
         raise InputError(
             "there are no labels in this half", hint="add labels: a hash of each label decides to which half it belongs"
         )
     return reports
+
+
+def _siblings(labels: Iterable[Label]) -> list[list[Label]]:
+    """Return the labels of single works by `group`, for groups with at least two different works of one aspect.
+
+    A work that is labelled twice counts once. Raises `InputError` if there is no such group."""
+    groups: dict[tuple[str, str], dict[str, Label]] = {}
+    for label in labels:
+        if label.group and label.other is None:
+            groups.setdefault((label.group, label.aspect.name), {}).setdefault(label.work.digest, label)
+    found = [list(group.values()) for group in groups.values() if len(group) > 1]
+    if not found:
+        facts = "it compares the works of a group, and no two labels have the same `group`"
+        hint = 'give attempts at one task the same "group"; or label pairs, with "first" and "second"'
+        raise InputError("the judge cannot be calibrated on these labels", facts, hint=hint)
+    return found
+
+
+def _pairs_in(groups: Iterable[Sequence[Label]]) -> list[Label]:
+    """Return what people say of all pairs of works of a group."""
+    return [
+        Label(a.aspect, a.work, b.work, (a.score > b.score) - (a.score < b.score), a.author, a.group, b.author)
+        for group in groups
+        for a, b in itertools.combinations(group, 2)
+    ]
 
 
 def _check_classes(name: str, labels: Sequence[Label]) -> None:
@@ -219,15 +255,16 @@ def _check_classes(name: str, labels: Sequence[Label]) -> None:
 
 async def _of_works(judge: Judge, labels: Sequence[Label]) -> AspectReport:
     aspect = labels[0].aspect
-    verdicts = await _few_at_once(judge, (judge.score(aspect, label.work) for label in labels))
+    verdicts = await asyncio.gather(*(judge.score(aspect, label.work) for label in labels))
     known, found = _known(labels, [one.value for one in verdicts], verdicts)
     people, said = [label.score for label in known], list(map(float, found))
-    lengths = [float(sum(len(part.text) for part in label.work.parts)) for label in known]
+    lengths = [float(_length(label.work)) for label in known]
     more = [s - p for s, p in zip(said, people, strict=True)]
     rounded = [math.floor(s + 0.5) for s in said]
     levels = range(aspect.lowest, aspect.highest + 1)
-    agreed = _Counts(people, levels, rounded, levels, known)
-    ordered = _Counts(people, levels, said, sorted(set(said)), known)
+    clusters = [label.cluster for label in known]
+    agreed = Counts(people, levels, rounded, levels, clusters)
+    ordered = Counts(people, levels, said, sorted(set(said)), clusters)
     table = agreed.table()
     return AspectReport(
         aspect=aspect.name,
@@ -236,219 +273,146 @@ async def _of_works(judge: Judge, labels: Sequence[Label]) -> AspectReport:
         kappa=agreed.estimate(kappa),
         auc=ordered.estimate(concordance),
         exact=float(np.trace(table) / table.sum()),
-        length=_correlation(known, more, lengths),
+        length=correlation(clusters, more, lengths),
         prefers_first=None,
-        authors=_by_author(known, more),
+        authors=by_author(clusters, [label.author for label in known], more),
     )
 
 
-async def _of_pairs(judge: Judge, labels: Sequence[Label]) -> AspectReport:
-    aspect = labels[0].aspect
-    answers = await _few_at_once(
-        judge, (judge.in_both_orders(aspect, label.work, label.other) for label in labels if label.other is not None)
-    )
-    shown = [None if None in (a.value, b.value) else (a.value, b.value) for a, b in answers]
-    unknown = [next((one for one in pair if one.value is None), pair[0]) for pair in answers]
-    known, found = _known(labels, shown, unknown)
-    ahead = {FIRST: 1, SECOND: -1}
-    said = [int(np.sign(ahead.get(a, 0) - ahead.get(b, 0))) for a, b in found]
-    counts = _Counts([label.score for label in known], range(-1, 2), said, range(-1, 2), known)
+async def _of_pairs(judge: Judge, labels: Sequence[Label], mode: Mode) -> AspectReport:
+    answers = await _choices(judge, labels, mode)
+    known, found = _known(labels, [None if isinstance(one, Verdict) else one for one in answers], answers)
+    said = [int(np.sign(sum(ahead for ahead, _ in both))) for both in found]
+    clusters = [label.cluster for label in known]
+    counts = Counts([label.score for label in known], range(-1, 2), said, range(-1, 2), clusters)
     table = counts.table()
-    first = [float((a == b == FIRST) - (a == b == SECOND)) for a, b in found]
+    more = [(one - label.score) / 2 for one, label in zip(said, known, strict=True)]
+    longer = [float(_length(label.work) - _length(label.other)) for label in known if label.other is not None]
+    compared = [  # a ranking has no ties, so works that are equally good may well be left as they were shown
+        (label.cluster, sum(ahead * place for ahead, place in both))
+        for label, both in zip(known, found, strict=True)
+        if label.score or mode is Mode.PAIRWISE
+    ]
+    first = [float((times == 2) - (times == -2)) for _, times in compared]
     return AspectReport(
-        aspect=aspect.name,
+        aspect=labels[0].aspect.name,
         num_labels=len(known),
         num_unknown=len(labels) - len(known),
         kappa=counts.estimate(kappa),
-        auc=None,
+        auc=counts.estimate(in_order),
         exact=float(np.trace(table) / table.sum()),
-        length=None,
-        prefers_first=_clustered(known, _mean(first), lambda at: float(np.mean(np.array(first)[at]))),
-        authors={},
+        length=correlation(clusters, more, longer),
+        prefers_first=None if mode is Mode.POINTWISE else clustered_mean([cluster for cluster, _ in compared], first),
+        authors=_by_author_of_pairs(known, more),
     )
 
 
-async def _few_at_once(judge: Judge, calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await calls of a judge, so many at once as it allows: the deadline of a question counts its wait for a place."""
-    places = asyncio.Semaphore(judge.limits.at_once)
-
-    async def one(call: Coroutine[Any, Any, T]) -> T:
-        async with places:
-            return await call
-
-    return await asyncio.gather(*map(one, calls))
+Choice = list[tuple[int, int]]
+"""For two presentations of a pair: 1 if the label's first work was chosen, -1 if the other one was, 0 for a tie; and 1
+if the label's first work was shown first, else -1."""
 
 
-def _known(
-    labels: Sequence[Label], values: Sequence[Any], verdicts: Sequence[Verdict]
-) -> tuple[list[Label], list[Any]]:
+async def _choices(judge: Judge, labels: Sequence[Label], mode: Mode) -> list[Choice | Verdict]:
+    """Return which work of each pair a judge chooses in both presentations; or a verdict that says why it is unknown.
+
+    All pairs have one aspect. A judge that ranks is asked about all works of a cluster at once."""
+    aspect = labels[0].aspect
+    pairs = [(label.work, label.other) for label in labels if label.other is not None]
+    if mode is Mode.PAIRWISE:
+        both = await asyncio.gather(*(judge.in_both_orders(aspect, *pair) for pair in pairs))
+        return list(itertools.starmap(_of_orders, both))
+    if mode is Mode.RANKING:
+        groups: dict[str, dict[str, Evidence]] = {}
+        for label, pair in zip(labels, pairs, strict=True):
+            groups.setdefault(label.cluster, {}).update({work.digest: work for work in pair})
+        ranked = await asyncio.gather(*(judge.in_two_orders(aspect, [*works.values()]) for works in groups.values()))
+        found = dict(zip(groups, ranked, strict=True))
+        return [_of_rankings(found[label.cluster], *pair) for label, pair in zip(labels, pairs, strict=True)]
+    works = {work.digest: work for pair in pairs for work in pair}
+    scores = dict(
+        zip(works, await asyncio.gather(*(judge.score(aspect, work) for work in works.values())), strict=True)
+    )
+    return [_of_scores(scores[a.digest], scores[b.digest]) for a, b in pairs]
+
+
+def _of_orders(a: Verdict, b: Verdict) -> Choice | Verdict:
+    if a.value is None or b.value is None:
+        return a if a.value is None else b
+    ahead = {FIRST: 1, SECOND: -1}
+    return [(ahead.get(a.value, 0), 1), (-ahead.get(b.value, 0), -1)]
+
+
+def _of_scores(a: Verdict, b: Verdict) -> Choice | Verdict:
+    if a.value is None or b.value is None:
+        return a if a.value is None else b
+    return [(int(np.sign(a.value - b.value)), 0)] * 2
+
+
+def _of_rankings(
+    presentations: Sequence[tuple[Sequence[Evidence], Verdict]], a: Evidence, b: Evidence
+) -> Choice | Verdict:
+    choice: Choice = []
+    for shown, verdict in presentations:
+        if verdict.value is None:
+            return verdict
+        at = {work.digest: number for number, work in enumerate(shown, 1)}
+        numbers = at[a.digest], at[b.digest]
+        places = [verdict.value.index(number) for number in numbers]
+        choice.append((int(np.sign(places[1] - places[0])), int(np.sign(numbers[1] - numbers[0]))))
+    return choice
+
+
+def _by_author_of_pairs(labels: Sequence[Label], more: Sequence[float]) -> dict[str, Estimate]:
+    found = dict[str, Estimate]()
+    for author in sorted({one for label in labels for one in (label.author, label.other_author)} - {""}):
+        own = [
+            (label.cluster, value if label.author == author else -value)
+            for label, value in zip(labels, more, strict=True)
+            if (label.author == author) != (label.other_author == author) and label.author and label.other_author
+        ]
+        if len(own) > 1:
+            found[author] = clustered_mean(*map(list, zip(*own, strict=True)))
+    return found
+
+
+def _length(work: Evidence) -> int:
+    return sum(len(part.text) for part in work.parts)
+
+
+def _known(labels: Sequence[Label], values: Sequence[Any], verdicts: Sequence[Any]) -> tuple[list[Label], list[Any]]:
     """Return the labels with a verdict, and the verdicts. Raises `InputError` if people or judge leave one class."""
     both = [(label, value) for label, value in zip(labels, values, strict=True) if value is not None]
     if len({label.score for label, _ in both}) < 2:
-        why = next((one.reason for one in verdicts if one.value is None), "")
+        why = next((one.reason for one in verdicts if isinstance(one, Verdict) and one.value is None), "")
         facts = f"{len(both)} of {len(labels)} have a verdict; {why}"
         hint = "correct the cause that is named, then calibrate again"
         raise InputError("the judge gave too few verdicts to compare them with the labels", facts, hint=hint)
     return [label for label, _ in both], [value for _, value in both]
 
 
-async def distance(judge: Judge, auditor: Judge, works: Sequence[Evidence]) -> Estimate:
-    """Measure the root mean square difference between the values of two judges on the same works.
+async def distance(
+    term: JudgeTerm | GroupJudgeTerm, auditor: JudgeTerm | GroupJudgeTerm, groups: Sequence[Sequence[Evidence]]
+) -> Estimate:
+    """Measure the root mean square difference between the values that two terms give the works of each group.
 
-    The `high` of the result can be used as the tolerance of an audit. Raises `InputError` if fewer than two works have
-    a value of both judges."""
-    values = [await _few_at_once(one, (_value(one, work) for work in works)) for one in (judge, auditor)]
-    squares = [(a - b) ** 2 for a, b in zip(*values, strict=True) if a is not None and b is not None]
-    if len(squares) < 2:
+    The `high` of the result can be used as the tolerance of an audit. Raises `InputError` for terms of different modes,
+    and if fewer than two groups have values of both terms."""
+    if term.mode is not auditor.mode:
+        facts = f"one has mode = '{term.mode}', the other '{auditor.mode}', so their values mean different things"
+        raise InputError("the distance to the auditor cannot be measured", facts, hint="give both the same mode")
+    scores = [await asyncio.gather(*map(one.scores, groups)) for one in (term, auditor)]
+    pairs = [
+        (at, a.value, b.value) for at, both in enumerate(zip(*scores, strict=True)) for a, b in zip(*both, strict=True)
+    ]
+    known = [(at, (a - b) ** 2) for at, a, b in pairs if a is not None and b is not None]
+    if len({at for at, _ in known}) < 2:
         raise InputError(
             "the distance to the auditor cannot be measured",
-            f"only {len(squares)} works have a value of both judges",
-            hint="calibrate each judge alone: its report says why values are unknown",
+            f"only {len(known)} of {len(pairs)} works have a value of both judges, and at least two groups are needed",
+            hint="calibrate each judge alone: its report says why values are unknown; or label works of more groups",
         )
-    mean = _mean(squares)
-    return Estimate(math.sqrt(mean.value), math.sqrt(max(0.0, mean.low)), math.sqrt(max(0.0, mean.high)))
-
-
-async def _value(judge: Judge, work: Evidence) -> float | None:
-    found = await asyncio.gather(*(judge.score(aspect, work) for aspect in judge.rubric.aspects))
-    scores = {aspect.name: one.value for aspect, one in zip(judge.rubric.aspects, found, strict=True)}
-    return None if None in scores.values() else judge.rubric.value(scores)
-
-
-# statistics
-
-
-Table = npt.NDArray[np.float64]
-
-
-class _Counts:
-    """Counts of pairs (people's score, judge's score), over all works and over works that are drawn again."""
-
-    def __init__(
-        self,
-        people: Sequence[int],
-        rows: Sequence[int],
-        judge: Sequence[float],
-        columns: Sequence[float],
-        labels: Sequence[Label],
-    ) -> None:
-        places = [{score: i for i, score in enumerate(scores)} for scores in (rows, columns)]
-        self.shape = len(rows), len(columns)
-        pairs = zip(people, judge, strict=True)
-        self.cells = np.array([places[0][p] * self.shape[1] + places[1][j] for p, j in pairs])
-        clusters: dict[str, int] = {}
-        self.cluster = np.array([clusters.setdefault(label.cluster, len(clusters)) for label in labels])
-
-    def table(self, weights: Table | None = None) -> Table:
-        """[people's scores, judge's scores] The number of works, each with its weight."""
-        found = np.bincount(self.cells, weights, minlength=self.shape[0] * self.shape[1])
-        return found.reshape(self.shape).astype(float)
-
-    def estimate(self, statistic: Callable[[Table], float]) -> Estimate:
-        """A statistic of the table, with the interval of its bootstrap over clusters. The draws are always the same."""
-        n = int(self.cluster.max()) + 1
-        drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1.0 / n), RESAMPLED)
-        found = [statistic(self.table(counts[self.cluster].astype(float))) for counts in drawn]
-        low, high = np.quantile(found, [0.025, 0.975])
-        return Estimate(statistic(self.table()), float(low), float(high))
-
-
-def kappa(table: Table) -> float:
-    """Compute Cohen's kappa with squared weights (Cohen 1968) from a table of counts [people's class, judge's class].
-
-    It is 0.0 if both have one class only.
-
-    >>> float(kappa(np.array([[20.0, 5.0], [10.0, 15.0]])))
-    0.4
-    """
-    levels = np.arange(len(table))
-    weights = (levels[:, None] - levels) ** 2
-    chance = np.outer(table.sum(1), table.sum(0)) / table.sum()
-    expected = (weights * chance).sum()
-    return float(1.0 - (weights * table).sum() / expected) if expected else 0.0
-
-
-def concordance(table: Table) -> float:
-    """Compute the probability that the judge orders two works as people do, if people score them differently.
-
-    `table`: counts [people's class, judge's class]. Works that the judge scores equally count half.
-
-    >>> float(concordance(np.array([[3.0, 1.0], [1.0, 3.0]])))
-    0.75
-    """
-    right = total = 0.0
-    for low in range(len(table)):
-        for high in range(low + 1, len(table)):
-            below = np.concatenate([[0.0], np.cumsum(table[low])[:-1]])
-            right += float((table[high] * (below + table[low] / 2)).sum())
-            total += float(table[high].sum() * table[low].sum())
-    return right / total if total else 0.5
-
-
-def _mean(values: Sequence[float]) -> Estimate:
-    mean = float(np.mean(values))
-    half = _Z * float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.inf
-    return Estimate(mean, mean - half, mean + half)
-
-
-Places = npt.NDArray[np.intp]
-
-
-def _clustered(labels: Sequence[Label], plain: Estimate, statistic: Callable[[Places], float | None]) -> Estimate:
-    """Return an estimate; if there are clusters of several works, with the interval of its bootstrap over clusters.
-
-    `plain`: the estimate for independent works. `statistic`: the value of the works at some places, with repetitions;
-    None if they have none. The draws are always the same."""
-    clusters: dict[str, list[int]] = {}
-    for place, label in enumerate(labels):
-        clusters.setdefault(label.cluster, []).append(place)
-    if len(clusters) == len(labels):
-        return plain
-    if len(clusters) == 1:
-        return Estimate(plain.value, -math.inf, math.inf)
-    places, draws = [np.array(some) for some in clusters.values()], np.random.default_rng(0)
-    drawn = (draws.integers(len(places), size=len(places)) for _ in range(RESAMPLED))
-    found = [statistic(np.concatenate([places[i] for i in some])) for some in drawn]
-    low, high = np.quantile([value for value in found if value is not None], [0.025, 0.975])
-    return Estimate(plain.value, float(low), float(high))
-
-
-def _correlation(labels: Sequence[Label], first: Sequence[float], second: Sequence[float]) -> Estimate | None:
-    """Spearman's rank correlation, with Fisher's interval; None for fewer than 5 values, or constant ones."""
-    both = np.array([first, second])
-
-    def spearman(at: Places) -> float | None:
-        ranks = [_ranks(values[at]) for values in both]
-        return float(np.corrcoef(ranks[0], ranks[1])[0, 1]) if all(one.std() for one in ranks) else None
-
-    value = spearman(np.arange(len(first)))
-    if len(first) < 5 or value is None:
-        return None
-    centre, half = math.atanh(min(max(value, -0.999999), 0.999999)), _Z * 1.03 / math.sqrt(len(first) - 3)
-    return _clustered(labels, Estimate(value, math.tanh(centre - half), math.tanh(centre + half)), spearman)
-
-
-def _ranks(values: Table) -> Table:
-    """The ranks of values; equal ones share their mean rank."""
-    ordered = np.sort(values)
-    return (np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right")) / 2.0
-
-
-def _by_author(labels: Sequence[Label], more: Sequence[float]) -> dict[str, Estimate]:
-    found, values = dict[str, Estimate](), np.array(more)
-    for author in sorted({label.author for label in labels} - {""}):
-        own = np.array([label.author == author for label in labels])
-
-        def difference(at: Places, own: npt.NDArray[np.bool_] = own) -> float | None:
-            mine, others = values[at][own[at]], values[at][~own[at]]
-            return float(mine.mean() - others.mean()) if len(mine) and len(others) else None
-
-        if own.sum() > 1 and (~own).sum() > 1:
-            a, b = _mean(values[own].tolist()), _mean(values[~own].tolist())
-            half = math.hypot(a.high - a.value, b.high - b.value)
-            plain = Estimate(a.value - b.value, a.value - b.value - half, a.value - b.value + half)
-            found[author] = _clustered(labels, plain, difference)
-    return found
+    found = clustered_mean(*map(list, zip(*known, strict=True)))
+    return Estimate(*(math.sqrt(max(0.0, one)) for one in (found.value, found.low, found.high)))
 
 
 def as_json(reports: Sequence[AspectReport], **facts: Mapping[str, Any] | str | float | None) -> str:

@@ -1,19 +1,24 @@
 """A judge: a rubric, a model that is asked, and the limits of asking. Without a verdict a value is unknown, not 0.
 
-A question is answered from the store if it was answered before. Otherwise it waits for a free place and its turn, is
-asked, and asked again after failures that may pass, until its deadline. Calls of one process with the same question
-share one call."""
+A question is answered from the store if it was answered before. Otherwise it waits for a free place, is asked, and
+asked again after failures that may pass, until its deadline. The deadline begins when the question has a place: a slow
+judge with many questions loses none. If a question ends without a verdict at its deadline, and no other one had a
+verdict meanwhile, the judge is silent, and the questions that wait for a place end, too. Calls of one process with the
+same question share one call."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from etude import progress
 from etude.errors import ConfigError
 from etude.prices import UNKNOWN, TokenPrices
 from etude.rewards.judges.asking import Asker, NoReply, Reply
@@ -32,9 +37,10 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
 class Limits:
     """Limits of a judge.
 
-    - `at_once`: the most calls in flight in one process.
+    - `at_once`: the most questions that are asked at the same time in one process; others wait for a place.
     - `per_minute`: the most calls per minute of all processes that share the store; None: no limit except the server's.
-    - `deadline_s`: the most seconds for one question, including all its tries.
+    - `deadline_s`: the most seconds for one question, including all its tries. They begin when the question has one of
+      the `at_once` places, and do not run while it waits for its turn by `per_minute`.
     - `budget`: dollars that all calls on `account` may cost; None: no limit.
     - `max_chars`: the most characters of evidence in one question."""
 
@@ -85,8 +91,7 @@ class Judge:
     first_wait_s: float = _FIRST_WAIT_S
     tuned: bool = False
     _pending: dict[bytes, asyncio.Task[Verdict]] = field(default_factory=dict, init=False, repr=False)
-    _places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = field(default=None, init=False, repr=False)
-    _paused_until: float = field(default=0.0, init=False, repr=False)
+    _places: _Places | None = field(default=None, init=False, repr=False)
     _maker: QuestionMaker | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -135,14 +140,9 @@ class Judge:
         Returns one verdict for each work. Its value is 1.0 for the best work and 0.0 for the worst, from the mean of
         the work's two places. The order of `works` does not matter, and works with equal evidence share a place. With
         one work the value is 0.5."""
-        distinct = sorted({work.digest: work for work in works}.items())
-        if len(distinct) == 1:
+        if len({work.digest for work in works}) == 1:
             return [Verdict(0.5, "all have the same evidence") for _ in works]
-        maker = await self._question_maker()
-        shown = [[work for _, work in distinct], [work for _, work in reversed(distinct)]]
-        answers = await asyncio.gather(
-            *(self._known_or_asked(maker.about_all(aspect, order), self._key("all", aspect, order)) for order in shown)
-        )
+        shown, answers = zip(*await self.in_two_orders(aspect, works), strict=True)
         for answer in answers:
             if answer.value is None:
                 return [answer for _ in works]
@@ -151,11 +151,23 @@ class Judge:
             for place, number in enumerate(answer.value):
                 digest = order[number - 1].digest
                 places[digest] = places.get(digest, 0.0) + place / 2
-        last = len(distinct) - 1
+        last = len(places) - 1
         return [
-            Verdict(1.0 - places[work.digest] / last, f"place {places[work.digest] + 1:g} of {len(distinct)}")
+            Verdict(1.0 - places[work.digest] / last, f"place {places[work.digest] + 1:g} of {len(places)}")
             for work in works
         ]
+
+    async def in_two_orders(self, aspect: Aspect, works: Sequence[Evidence]) -> list[tuple[list[Evidence], Verdict]]:
+        """Ask twice for the order of all works, in one order of presentation and its reverse.
+
+        Works with equal evidence are shown once. Returns for each presentation the works as they were shown, and the
+        verdict, whose value has the numbers of the works from 1, the best first."""
+        order = [work for _, work in sorted({work.digest: work for work in works}.items())]
+        maker, shown = await self._question_maker(), [order, order[::-1]]
+        answers = await asyncio.gather(
+            *(self._known_or_asked(maker.about_all(aspect, one), self._key("all", aspect, one)) for one in shown)
+        )
+        return list(zip(shown, answers, strict=True))
 
     def _key(self, what: str, aspect: Aspect, works: Sequence[Evidence]) -> bytes:
         parts = (what, self.version, self.rubric.digest(aspect), [work.digest for work in works])
@@ -186,18 +198,34 @@ class Judge:
             return unknown.verdict
 
     async def _asked_in_time(self, question: Question, key: bytes) -> Verdict:
-        waits = _Waits(asyncio.get_running_loop().time() + self.limits.deadline_s)
+        places, deadline_s = self._of_this_loop(), self.limits.deadline_s
         try:
-            async with asyncio.timeout_at(waits.until):
-                return await self._asked(question, key, waits)
-        except TimeoutError:
-            why = f"no verdict within {self.limits.deadline_s:g} s: it waited for {waits.for_what}"
-            raise _Unknown(why + (f"; before, {waits.failed}" if waits.failed else ""), retry=True) from None
+            async with places.place():
+                began, waits = places.loop.time(), _Waits(asyncio.timeout(deadline_s))
+                try:
+                    async with waits.deadline:
+                        return await self._asked(question, key, waits)
+                except TimeoutError:
+                    if places.heard_at < began:
+                        places.give_up()
+                    why = f"no verdict within {deadline_s:g} s: it waited for {waits.for_what}"
+                    raise _Unknown(why + (f"; before, {waits.failed}" if waits.failed else ""), retry=True) from None
+        except _Silent:
+            why = f"no question had a verdict within {deadline_s:g} s, and this one waited for a free place"
+            raise _Unknown(why, retry=True) from None
+        finally:
+            progress.tick()
+
+    def _of_this_loop(self) -> _Places:
+        loop = asyncio.get_running_loop()
+        if self._places is None or self._places.loop is not loop:
+            self._places = _Places(loop, asyncio.Semaphore(self.limits.at_once))
+        return self._places
 
     async def _asked(self, question: Question, key: bytes, waits: _Waits) -> Verdict:
-        nonsense, wait_s = 0, self.first_wait_s
+        nonsense, wait_s, places = 0, self.first_wait_s, self._of_this_loop()
         while True:
-            reply, why, after_s = await self._tried(question, waits)
+            reply, why, after_s = await self._tried(question, waits, places)
             if reply is not None:
                 try:
                     value, reason = read_reply(
@@ -207,6 +235,7 @@ class Judge:
                     row = Stored(json.dumps(value), reason, reply.model)
                     await asyncio.to_thread(self.store.put, key, row)
                     await asyncio.to_thread(self.store.count, self.account)
+                    places.heard_at = places.loop.time()
                     return Verdict(value, reason)
                 except NoVerdict as error:
                     nonsense, why = nonsense + 1, str(error)
@@ -217,47 +246,42 @@ class Judge:
             await asyncio.sleep(max(after_s or 0.0, wait_s * random.uniform(0.5, 1.0)))
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
-    async def _tried(self, question: Question, waits: _Waits) -> tuple[Reply | None, str, float | None]:
+    async def _tried(
+        self, question: Question, waits: _Waits, places: _Places
+    ) -> tuple[Reply | None, str, float | None]:
         """Ask once, and return the reply; or None, why there is none, and how long the server asks to wait.
 
         Raises `_Unknown` if there is no use in another try."""
-        loop = asyncio.get_running_loop()
-        if self._places is None or self._places[0] is not loop:
-            self._places, self._paused_until = (loop, asyncio.Semaphore(self.limits.at_once)), 0.0
-        waits.for_what = "a free place"
-        async with self._places[1]:
-            while (pause_s := self._paused_until - loop.time()) > 0:  # what the server asked for counts for all calls
-                waits.for_what = "the server's rate limit"
-                await asyncio.sleep(pause_s)
-            if self.limits.per_minute is not None:
-                waits.for_what = "its turn by per_minute"
-                await self._turn(self.limits.per_minute, waits)
-            reserved = await self._reserved(question)
-            spent: float | None = None
-            try:
-                waits.for_what = "the judge's answer"
-                reply = await self.asker.ask(question)
-                spent = self._cost(reply)
-                return reply, "", None
-            except NoReply as failed:
-                spent = 0.0 if not failed.charged else self._cost(failed.reply) if failed.reply else None
-                if failed.after_s:
-                    self._paused_until = max(self._paused_until, loop.time() + failed.after_s)
-                if not failed.retry:
-                    raise _Unknown(str(failed), retry=False) from None
-                return None, str(failed), failed.after_s
-            finally:
-                await asyncio.shield(asyncio.to_thread(self.store.settle, self.account, reserved, spent))
+        now = places.loop.time
+        while (pause_s := places.paused_until - now()) > 0:  # what the server asked for counts for all calls
+            waits.for_what = "the server's rate limit"
+            await asyncio.sleep(pause_s)
+        if self.limits.per_minute is not None:
+            waits.for_what = "its turn by per_minute"
+            await self._turn(self.limits.per_minute, waits)
+        reserved = await self._reserved(question)
+        spent: float | None = None
+        try:
+            waits.for_what = "the judge's answer"
+            reply = await self.asker.ask(question)
+            spent = self._cost(reply)
+            return reply, "", None
+        except NoReply as failed:
+            spent = 0.0 if not failed.charged else self._cost(failed.reply) if failed.reply else None
+            if failed.after_s:
+                places.paused_until = max(places.paused_until, now() + failed.after_s)
+            if not failed.retry:
+                raise _Unknown(str(failed), retry=False) from None
+            return None, str(failed), failed.after_s
+        finally:
+            await asyncio.shield(asyncio.to_thread(self.store.settle, self.account, reserved, spent))
 
     async def _turn(self, per_minute: int, waits: _Waits) -> None:
-        """Wait for the time of the next call. Nobody takes a place after the deadline, where it would stay unused."""
-        now = asyncio.get_running_loop().time
-        turn, account = self.store.turn, self.account
-        while (  # noqa: ASYNC110 - other processes take places, too
-            wait_s := await asyncio.to_thread(turn, account, per_minute, waits.until - now())
-        ) is None:
-            await asyncio.sleep(60.0 / per_minute)
-        await asyncio.sleep(wait_s)
+        """Wait for the time of the next call. A time that is further away than the deadline is not reserved yet."""
+        turn, most_s = self.store.turn, self.limits.deadline_s
+        while (wait_s := await asyncio.to_thread(turn, self.account, per_minute, most_s)) is None:
+            await waits.pass_time(60.0 / per_minute)  # other processes reserve times, too
+        await waits.pass_time(wait_s)
 
     async def _reserved(self, question: Question) -> float:
         """Reserve what a call may cost at most: a token has one byte at least. Raises `_Unknown`."""
@@ -298,8 +322,55 @@ def check_form(form: Form, rubric: Rubric, *, tuned: bool) -> None:
 
 @dataclass
 class _Waits:
-    """Until when a question waits (the loop's clock), what for, and its last failure."""
+    """The deadline of a question, what the question waits for, and its last failure."""
 
-    until: float
-    for_what: str = "a free place"
+    deadline: asyncio.Timeout
+    for_what: str = "the judge's answer"
     failed: str = ""
+
+    async def pass_time(self, seconds: float) -> None:
+        """Wait, and move the deadline by the same time."""
+        when = self.deadline.when()
+        assert when is not None, "a question has a deadline"
+        self.deadline.reschedule(when + seconds)
+        await asyncio.sleep(seconds)
+
+
+class _Silent(Exception):
+    """Raised in questions that wait for a place while the judge gives no verdict to any question."""
+
+
+@dataclass
+class _Places:
+    """The places of a judge in one event loop, and what the questions that have one know of the judge.
+
+    `heard_at`: when a question had a verdict last; `paused_until`: until when the server asked not to be called (both
+    the loop's clock)."""
+
+    loop: asyncio.AbstractEventLoop
+    free: asyncio.Semaphore
+    heard_at: float = -math.inf
+    paused_until: float = 0.0
+    _waiting: set[asyncio.Timeout] = field(default_factory=set)
+
+    @contextlib.asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Wait for a place, and hold it until the end of the block. Raises `_Silent` after `give_up`."""
+        try:
+            async with asyncio.timeout(None) as waiting:
+                self._waiting.add(waiting)
+                await self.free.acquire()
+        except TimeoutError:
+            raise _Silent from None
+        finally:
+            self._waiting.discard(waiting)
+        try:
+            yield
+        finally:
+            self.free.release()
+
+    def give_up(self) -> None:
+        """End the waits of all questions that have no place."""
+        waiting, self._waiting = self._waiting, set()
+        for one in waiting:
+            one.reschedule(self.loop.time())

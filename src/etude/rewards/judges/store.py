@@ -122,14 +122,18 @@ class JudgeStore:
     # verdicts
 
     def get(self, judge: str, key: bytes) -> Stored | None:
-        """Return a stored verdict; None if there is none. If there is one, it is counted as `cached` in the account of
-        `judge`."""
+        """Return a stored verdict that may be compared with the other verdicts of `judge`; None if there is none.
+
+        The same model must have given it that answered this judge first (`served`); if nothing has, it is the model of
+        the stored verdict. A verdict that is returned is counted as `cached` in the account of `judge`."""
         with self._transaction() as database:
             row = database.execute("SELECT verdict, reason, model, sum FROM verdicts WHERE key = ?", (key,)).fetchone()
             if row is None:
                 return None
             if row[3] != _sum(key, *row[:3]):
                 database.execute("DELETE FROM verdicts WHERE key = ?", (key,))
+                return None
+            if row[2] and self._first(database, judge, row[2]) != row[2]:
                 return None
             database.execute("UPDATE verdicts SET used = ? WHERE key = ?", (time.time(), key))
             self._account(database, judge)
@@ -195,15 +199,19 @@ class JudgeStore:
         """Return the model name in the server's first answer to this judge. If there was no answer before, `model` is
         stored and returned."""
         with self._transaction() as database:
-            self._account(database, judge)
-            database.execute("UPDATE judges SET model = ? WHERE judge = ? AND model = ''", (model, judge))
-            return str(database.execute("SELECT model FROM judges WHERE judge = ?", (judge,)).fetchone()[0])
+            return self._first(database, judge, model)
 
     def accounts(self) -> list[Account]:
         """Return the accounts of all judges that used the file."""
         fields = "judge, model, dollars, unpriced, calls, cached, unknown, last_unknown"
         with self._transaction() as database:
             return [Account(*row) for row in database.execute(f"SELECT {fields} FROM judges ORDER BY judge")]
+
+    @classmethod
+    def _first(cls, database: sqlite3.Connection, judge: str, model: str) -> str:
+        cls._account(database, judge)
+        database.execute("UPDATE judges SET model = ? WHERE judge = ? AND model = ''", (model, judge))
+        return str(database.execute("SELECT model FROM judges WHERE judge = ?", (judge,)).fetchone()[0])
 
     @staticmethod
     def _account(database: sqlite3.Connection, judge: str) -> None:

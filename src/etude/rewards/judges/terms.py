@@ -81,7 +81,13 @@ class JudgeTerm(_JudgeTerm):
     """A `RewardTerm` that asks a judge for the score of each rollout."""
 
     async def score(self, rollout: Rollout, graded: Graded) -> Score:
-        work = await asyncio.to_thread(self.evidence, rollout, graded)
+        return await self._of_work(await asyncio.to_thread(self.evidence, rollout, graded))
+
+    async def scores(self, works: Sequence[Evidence]) -> Sequence[Score]:
+        """Return the score of each work."""
+        return await asyncio.gather(*map(self._of_work, works))
+
+    async def _of_work(self, work: Evidence) -> Score:
         aspects = self.judge.rubric.aspects
         found = await asyncio.gather(*(self.judge.score(aspect, work) for aspect in aspects))
         verdicts = {aspect.name: one for aspect, one in zip(aspects, found, strict=True)}
@@ -95,7 +101,12 @@ class GroupJudgeTerm(_JudgeTerm):
     The value is the share of siblings that a rollout is better than: 0.5 for a rollout by itself."""
 
     async def score_group(self, rollouts: Sequence[Rollout], graded: Sequence[Graded]) -> Sequence[Score]:
-        works = [await asyncio.to_thread(self.evidence, *one) for one in zip(rollouts, graded, strict=True)]
+        return await self.scores(
+            [await asyncio.to_thread(self.evidence, *one) for one in zip(rollouts, graded, strict=True)]
+        )
+
+    async def scores(self, works: Sequence[Evidence]) -> Sequence[Score]:
+        """Return the score of each work among all of them."""
         aspects = self.judge.rubric.aspects
         compare = self._by_pairs if self.mode is Mode.PAIRWISE else self.judge.rank
         found = await asyncio.gather(*(compare(aspect, works) for aspect in aspects))
@@ -171,8 +182,9 @@ def judge(
     - `options`: further fields of the request's body; None: temperature 0. Reasoning models may refuse a temperature.
     - `prices`: the path of a table of prices (`etude.prices`), which must have the prices of `model` if there is a
       `budget`: the most dollars that the calls of one run may cost.
-    - `at_once`: the most calls in flight in one process. `per_minute`: the most calls per minute of all processes with
-      this `cache`; None: no limit. `deadline_s`: seconds for one question with all its tries.
+    - `at_once`: the most questions at the same time in one process. `per_minute`: the most calls per minute of all
+      processes with this `cache`; None: no limit. `deadline_s`: seconds for one question with all its tries, from when
+      it is one of the `at_once`.
     - `cache`: the file with the verdicts so far. It may be shared by runs and by `etude judge calibrate`.
 
     Raises `ConfigError` for invalid settings, a rubric that cannot be read, or an API key that is not set."""

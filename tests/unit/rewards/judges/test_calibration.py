@@ -15,16 +15,9 @@ from tests.judge_server import HIGH, LOW, SIGNATURE, Bias, ScriptedJudge, honest
 
 from etude.errors import InputError
 from etude.rewards.judges import Aspect, Evidence, HttpAsker, Judge, JudgeStore, Limits, Rubric
-from etude.rewards.judges.calibration import (
-    AspectReport,
-    Half,
-    Label,
-    calibrate,
-    concordance,
-    distance,
-    kappa,
-    read_labels,
-)
+from etude.rewards.judges.agreement import concordance, kappa
+from etude.rewards.judges.calibration import AspectReport, Half, Label, calibrate, distance, read_labels
+from etude.rewards.judges.terms import GroupJudgeTerm, JudgeTerm, Mode
 
 ASPECT = Aspect("facts", "How many facts does it have?")
 RUBRIC = Rubric((ASPECT,))
@@ -59,13 +52,15 @@ def no_rollouts(rollout_id: str) -> Evidence:
     raise InputError(f"no {rollout_id}", hint="none")
 
 
-def reported(tmp_path: Path, given: list[Any], bias: Bias | None = None, **script: Any) -> AspectReport:
+def reported(
+    tmp_path: Path, given: list[Any], bias: Bias | None = None, mode: Mode = Mode.POINTWISE, **script: Any
+) -> AspectReport:
     labels = read_labels(written(tmp_path, given), RUBRIC, no_rollouts)
 
     async def use() -> list[AspectReport]:
         async with ScriptedJudge(bias=bias or honest(), **script).serve() as server:
             judge = judge_at(server.url, tmp_path / "judges.sqlite")
-            return await calibrate(judge, labels)
+            return await calibrate(judge, labels, mode)
 
     [found] = asyncio.run(use())
     return found
@@ -101,15 +96,64 @@ def test_a_judge_that_praises_itself_is_said_to(tmp_path: Path) -> None:
     assert SIGNATURE
 
 
-def test_a_judge_that_prefers_the_first_of_two_is_said_to(tmp_path: Path) -> None:
-    plain = reported(tmp_path / "..", pairs(50))
+def grouped(count: int) -> list[dict[str, Any]]:
+    """Works as in `rows`, in groups of four."""
+    return [row | {"group": f"task {number // 4}"} for number, row in enumerate(rows(count))]
+
+
+@pytest.mark.parametrize(("mode", "made"), [("pairwise", pairs), ("pairwise", grouped), ("ranking", grouped)])
+def test_a_judge_that_prefers_what_is_shown_first_is_said_to(tmp_path: Path, mode: str, made: Any) -> None:
+    plain = reported(tmp_path / "..", made(60), mode=Mode(mode))
     assert plain.prefers_first is not None
-    assert (plain.prefers_first.value, plain.kappa.value, plain.auc) == (0.0, 1.0, None)
+    assert plain.auc is not None
+    assert (plain.prefers_first.value, plain.kappa.value, plain.auc.value, plain.biases) == (0.0, 1.0, 1.0, [])
     (tmp_path / "b").mkdir()
-    found = reported(tmp_path / "b", pairs(50), prefers_first=0.6)
+    found = reported(tmp_path / "b", made(60), mode=Mode(mode), prefers_first=0.6)
     assert found.prefers_first is not None
     assert found.prefers_first.low > 0.1
     assert "the first of two works is preferred" in found.biases
+    assert found.num_labels == (60 if made is pairs else 15 * 6)
+
+
+@pytest.mark.parametrize("mode", ["pairwise", "ranking"])
+def test_a_judge_that_compares_works_is_measured_on_groups_and_its_biases_are_named(tmp_path: Path, mode: str) -> None:
+    server = ScriptedJudge(bias=praises_itself())
+    labels = read_labels(written(tmp_path, grouped(120)), RUBRIC, no_rollouts)
+
+    async def use() -> list[AspectReport]:
+        async with server.serve():
+            return await calibrate(judge_at(server.url, tmp_path / "judges.sqlite"), labels, Mode(mode))
+
+    [found] = asyncio.run(use())
+    assert len(server.bodies) == (2 * 30 * 6 if mode == "pairwise" else 2 * 30), "the questions of the term"
+    assert found.authors["tiny"].low > 0.1
+    assert "works by tiny get more than from people" in found.biases
+    assert found.auc is not None
+    assert 0.5 < found.auc.value < 1.0
+    long = reported(tmp_path / "..", grouped(80), longer(), Mode(mode))
+    assert "longer works get more than from people" in long.biases
+
+
+def test_biases_of_labelled_pairs_are_named_where_the_labels_have_authors(tmp_path: Path) -> None:
+    given = []
+    for number, row in enumerate(pairs(120)):
+        signed = number % 2
+        texts = {
+            key: f"{row[key]}{f'{chr(10)}{SIGNATURE}' * (signed == at)}" for at, key in enumerate(("first", "second"))
+        }
+        given.append(row | texts | {"author": ["large", "tiny"] if signed else ["tiny", "large"]})
+    found = reported(tmp_path, given, praises_itself(), Mode.PAIRWISE)
+    assert "works by tiny get more than from people" in found.biases
+    assert "works by large get less than from people" in found.biases
+    by_scores = reported(tmp_path / "..", given, praises_itself())
+    assert by_scores.prefers_first is None, "a judge that sees one work at a time"
+    assert by_scores.authors.keys() == found.authors.keys()
+
+
+def test_a_judge_that_compares_works_needs_works_to_compare(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be calibrated on these labels") as refused:
+        reported(tmp_path, rows(10), mode=Mode.RANKING)
+    assert '"group"' in refused.value.hint
 
 
 def test_labels_of_one_class_are_refused(tmp_path: Path) -> None:
@@ -152,6 +196,8 @@ def test_each_work_is_in_one_half_whatever_its_label_author_or_place(tmp_path: P
         ({"work": "a", "rollout": "g1.0", "label": 3}, "work and rollout"),
         ({"first": "a", "label": "first"}, "it has first"),
         ({"first": "a", "second": "b", "label": 1}, "first, second or tie"),
+        ({"first": "a", "second": "b", "label": "tie", "author": "x"}, "a list of two names"),
+        ({"work": "a", "label": 3, "author": ["x", "y"]}, "one name for one work"),
         ({"work": {"music": "la"}, "label": 3}, "music"),
         ({"work": {}, "label": 3}, "the evidence is empty"),
         ({"work": "a", "label": 3, "aspect": "colour"}, "expected one of the rubric: facts"),
@@ -191,15 +237,34 @@ def test_kappa_and_auc_are_those_of_their_definitions() -> None:
     assert concordance(confusion([0, 1], [1, 0], 0, 1)) == 0.0
 
 
-def test_the_distance_to_an_auditor_is_measured_with_an_upper_bound(tmp_path: Path) -> None:
+def far(tmp_path: Path, modes: tuple[str, str], groups: int, size: int) -> Any:
+    """The distance between two judges of the same works."""
+
     async def use() -> Any:
         async with ScriptedJudge(bias=honest(0.2)).serve() as first, ScriptedJudge(seed=1).serve() as second:
-            works = [Evidence.of_text(work(n % 5 + 1, more=str(n))) for n in range(100)]
-            stores = [tmp_path / name for name in "ab"]
-            return await distance(judge_at(first.url, stores[0]), judge_at(second.url, stores[1]), works)
+            works = [
+                [Evidence.of_text(work((n + k) % 5 + 1, more=f"{n} {k}")) for k in range(size)] for n in range(groups)
+            ]
+            both = [
+                (JudgeTerm if mode == "pointwise" else GroupJudgeTerm)(judge_at(url, tmp_path / name), Mode(mode), ())
+                for mode, url, name in zip(modes, (first.url, second.url), "ab", strict=True)
+            ]
+            return await distance(*both, works)
 
-    found = asyncio.run(use())
+    return asyncio.run(use())
+
+
+def test_the_distance_to_an_auditor_is_measured_with_an_upper_bound(tmp_path: Path) -> None:
+    found = far(tmp_path, ("pointwise", "pointwise"), 100, 1)
     assert 0.0 < found.low < found.value < found.high < 0.25
+
+
+def test_the_distance_of_judges_that_rank_is_that_of_their_ranks_and_no_other_mode_is_compared(tmp_path: Path) -> None:
+    found = far(tmp_path, ("ranking", "ranking"), 30, 4)
+    assert 0.0 < found.low < found.value < found.high < 0.3, "against scores it would be .35 for perfect judges"
+    with pytest.raises(InputError, match="distance to the auditor cannot be measured") as refused:
+        far(tmp_path, ("ranking", "pointwise"), 3, 4)
+    assert "mode = 'ranking'" in refused.value.facts
 
 
 def test_works_of_one_group_are_in_one_half_and_are_drawn_together(tmp_path: Path) -> None:

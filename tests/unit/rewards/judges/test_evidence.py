@@ -91,18 +91,28 @@ def test_no_text_at_all_leaves_its_fence_or_is_much_longer_than_the_limit(text: 
     assert len(shown) <= 3 * size + 200
 
 
+SECTIONS = (Section.TRACE, Section.FILES)
+
+
 def judged(bias: Any, rollouts: list[Rollout], store: Path, form: Form = Form.JSON) -> tuple[list[Any], list[str]]:
     """The verdicts of a scripted judge on the files and calls of rollouts, and the prompts."""
 
     async def use() -> tuple[list[Any], list[str]]:
         async with ScriptedJudge(bias=bias).serve() as server:
             judge = Judge(RUBRIC, HttpAsker(f"{server.url}/v1", "judge"), JudgeStore(store), form=form)
-            sections = (Section.TRACE, Section.FILES)
-            found = [await judge.score(ASPECT, Evidence.of_rollout(one, GRADED, sections)) for one in rollouts]
+            works = [Evidence.of_rollout(one, GRADED, SECTIONS) for one in rollouts]
+            found = [await judge.score(ASPECT, one) for one in works]
             judge.store.close()
             return [one.value for one in found], [body["messages"][1]["content"] for body in server.bodies]
 
     return asyncio.run(use())
+
+
+async def compared(judge: Judge, rollout: Rollout) -> tuple[Any, list[Any]]:
+    """The verdicts on a pair and on a ranking of a rollout and one that is better by a fact."""
+    works = [Evidence.of_rollout(one, GRADED, SECTIONS) for one in (rollout, in_a_file("fact"))]
+    pair, places = await asyncio.gather(judge.compare(ASPECT, *works), judge.rank(ASPECT, works))
+    return pair.value, [one.value for one in places]
 
 
 def outside_of_fences(prompt: str) -> list[str]:
@@ -115,14 +125,29 @@ def test_verdicts_with_and_without_the_injected_text_are_equal(tmp_path: Path, f
     """What is outside of the fences is the same in all prompts, but for the codes. So no text was added to it."""
     plain, [first] = judged(honest(), [in_a_file("")], tmp_path / "plain.sqlite", form)
     outside = outside_of_fences(first)
-    rollouts = [place(text) for text in INJECTIONS.values() for place in (in_a_file, in_an_output)]
+    rollouts = [place(text) for text in INJECTIONS.values() for place in PLACES]
     found, prompts = judged(honest(), rollouts, tmp_path / "judges.sqlite", form)
     assert [prompt for prompt in prompts if outside_of_fences(prompt) != outside] == []
-    moved = [
-        name for name, value in zip([n for n in INJECTIONS for _ in "ab"], found, strict=True) if value != plain[0]
-    ]
-    assert moved == []
+    names = [(name, place.__name__) for name in INJECTIONS for place in PLACES]
+    assert [name for name, value in zip(names, found, strict=True) if value != plain[0]] == []
     assert len(INJECTIONS) >= 30
+
+
+@pytest.mark.parametrize("form", [form for form in Form if form is not Form.TOKEN])
+def test_choices_with_and_without_the_injected_text_are_equal(tmp_path: Path, form: Form) -> None:
+    async def use() -> dict[str, Any]:
+        async with ScriptedJudge().serve() as server:
+            asker = HttpAsker(f"{server.url}/v1", "judge")
+            judge = Judge(RUBRIC, asker, JudgeStore(tmp_path / "judges.sqlite"), form=form)
+            found = {
+                f"{name} {place.__name__}": await compared(judge, place(text))
+                for name, text in INJECTIONS.items()
+                for place in (in_a_file, in_an_output)
+            }
+            judge.store.close()
+            return found
+
+    assert {name: one for name, one in asyncio.run(use()).items() if one != (0.0, [0.0, 1.0])} == {}
 
 
 @pytest.mark.parametrize("form", [Form.JSON, Form.LINE])

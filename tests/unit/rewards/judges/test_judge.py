@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import types
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +12,8 @@ from typing import Any, TypeVar
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from tests.judge_server import ScriptedJudge, honest, work
+from tests.clock import run_at_once
+from tests.judge_server import ScriptedJudge, SlowAsker, honest, work
 
 from etude.prices import TokenPrices
 from etude.rewards.judges import Aspect, Dialect, Evidence, Form, HttpAsker, Judge, JudgeStore, Limits, Rubric, Verdict
@@ -178,6 +180,35 @@ def test_a_server_that_changes_its_model_gives_no_verdict_that_others_are_compar
     assert "scripted-2 answered, and scripted-1 before" in found.reason
 
 
+def test_a_stored_verdict_of_another_served_model_is_asked_again(tmp_path: Path) -> None:
+    """Two runs share a store, and the server has replaced the model behind the name between them."""
+    server = ScriptedJudge()
+
+    async def use(server: ScriptedJudge) -> list[tuple[int | None, bool, int]]:
+        found = []
+        for model, run, facts in (
+            ("1", "a", 2),
+            ("2", "b", 3),
+            ("2", "b", 2),
+            ("2", "b", 2),
+            ("2", "a", 2),
+            ("1", "c", 2),
+        ):
+            server.model = model
+            judge = judge_at(server, tmp_path / "judges.sqlite", account=run)
+            verdict = await judge.score(FACTS, Evidence.of_text(work(facts)))
+            judge.store.close()
+            found.append((verdict.value, verdict.cached, len(server.bodies)))
+        return found
+
+    first, other, again, stored, late, new = asked(server, use)
+    assert [first, other] == [(2, False, 1), (3, False, 2)]
+    assert again == (2, False, 3), "run b has compared with verdicts of model 2"
+    assert stored == (2, True, 3)
+    assert late == (None, False, 4), "run a has compared with verdicts of model 1"
+    assert new == (2, True, 4), "a run without a verdict takes the model of a stored one"
+
+
 TOP = {"token": "1", "logprob": -0.1}
 
 
@@ -259,16 +290,21 @@ def test_calls_keep_the_distance_of_per_minute(tmp_path: Path) -> None:
     assert asked(ScriptedJudge(), use) >= 0.39
 
 
-def test_a_place_after_the_deadline_is_not_taken_so_later_questions_have_their_turn(tmp_path: Path) -> None:
-    async def use(server: ScriptedJudge) -> list[Verdict]:
-        limits = Limits(at_once=16, per_minute=40, deadline_s=3.0)
-        judge = judge_at(server, tmp_path / "judges.sqlite", limits=limits)
-        late = await asyncio.gather(*(judge.score(FACTS, Evidence.of_text(f"fact {n}")) for n in range(16)))
-        assert any("its turn by per_minute" in one.reason for one in late)
-        return [await judge.score(FACTS, Evidence.of_text("fact at last")), *late]
+@pytest.mark.parametrize("limits", [Limits(at_once=1), Limits(per_minute=1)])
+def test_the_wait_for_a_place_or_for_the_time_of_a_call_is_not_in_the_deadline(
+    tmp_path: Path, limits: Limits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use() -> float:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr("etude.rewards.judges.store.time", types.SimpleNamespace(time=loop.time))
+        store = JudgeStore(tmp_path / "judges.sqlite")
+        judge = Judge(RUBRIC, SlowAsker(30.0), store, limits=limits)
+        found = await asyncio.gather(*(judge.score(FACTS, Evidence.of_text(f"fact {n}")) for n in range(16)))
+        store.close()
+        assert [one.value for one in found] == [1] * 16
+        return loop.time()
 
-    found = asked(ScriptedJudge(), use)
-    assert found[0].value == 1, found[0].reason
+    assert run_at_once(use()) > 3 * limits.deadline_s
 
 
 PRICES = TokenPrices(input=10.0, cached_input=1.0, output=30.0)

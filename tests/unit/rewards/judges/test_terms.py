@@ -189,23 +189,41 @@ def test_a_rubric_that_asks_nothing_or_is_malformed_is_refused(tmp_path: Path, t
     assert named in str(refused.value)
 
 
+def audited(rubric: Path, weight: float = 0.0, **auditor: Any) -> RewardsConfig:
+    """Settings in which the judge "facts" is audited by "auditor", a judge with other settings."""
+    kind = {"kind": "judge", "rubric": str(rubric), "url": "http://h/v1", "model": "m"}
+    terms = [
+        {"name": "facts", "kind": kind, "weight": 1.0},
+        {"name": "auditor", "kind": kind | {"model": "other"} | auditor, "weight": weight},
+    ]
+    return build(RewardsConfig, {"terms": terms, "audits": [{"term": "facts", "by": "auditor", "tolerance": 0.1}]})
+
+
 def test_an_auditor_must_be_another_model_without_a_weight(rubric: Path) -> None:
-    def rewards(**auditor: Any) -> RewardsConfig:
-        def one(name: str, weight: float, model: str) -> dict[str, Any]:
-            kind = {"kind": "judge", "rubric": str(rubric), "url": "http://h/v1", "model": model}
-            return {"name": name, "kind": kind, "weight": weight}
+    assert audited(rubric).audits[0].name == "facts by auditor"
+    assert audited(rubric, model="m", url="http://h:8000/v1").audits
+    with pytest.raises(ConfigError, match=r"set its weight and its hints to 0\.0"):
+        audited(rubric, weight=0.5)
+    same = [
+        {},
+        {"url": "http://h/v1/"},
+        {"url": "http://H:80/v1"},
+        {"url": "HTTP://h./v1"},
+        {"url": "http://h", "dialect": "anthropic"},
+        {"kind": "etude.rewards.judges.terms:judge"},
+    ]
+    for one in same:
+        with pytest.raises(ConfigError, match="is the same model as 'facts'"):
+            audited(rubric, model="m", **one)
 
-        audit = {"term": "facts", "by": "auditor", "tolerance": 0.1}
-        terms = [one("facts", 1.0, "m"), one("auditor", auditor.get("weight", 0.0), auditor.get("model", "other"))]
-        return build(RewardsConfig, {"terms": terms, "audits": [audit]})
 
-    assert rewards().audits[0].name == "facts by auditor"
-    with pytest.raises(ConfigError) as refused:
-        rewards(weight=0.5)
-    assert "set its weight and its hints to 0.0" in str(refused.value)
-    with pytest.raises(ConfigError) as refused:
-        rewards(model="m")
-    assert "is the same model as 'facts'" in str(refused.value)
+def test_an_audit_of_values_that_mean_different_things_is_refused(rubric: Path) -> None:
+    with pytest.raises(ConfigError, match="'facts' has mode = 'pointwise', and 'auditor', which audits it, 'ranking'"):
+        audited(rubric, mode="ranking")
+    counts = [{"name": "a", "kind": "malformed-calls"}, {"name": "b", "kind": "examples.plugins.rewards:FewTurns"}]
+    counts[1]["weight"] = 0.0  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="the values of 'a' are counts or costs"):
+        build(RewardsConfig, {"terms": counts, "audits": [{"term": "a", "by": "b", "tolerance": 0.1}]})
 
 
 def test_a_verdict_of_one_token_is_the_mean_of_the_scale_under_its_probabilities(rubric: Path) -> None:
