@@ -3,10 +3,11 @@
     python -m benchmarks.evals.coverage [--draws 4000] [--part recipes]
 
 A suite has problems with a probability of being solved each (beta distributed around the true rate), tasks that are
-variants of a problem, and rollouts of each task. The true rate is drawn anew for each suite, so that no kind of suite
-owes its coverage to the lattice of one rate: from a band in the middle, or from one near 0 or 1, where models are
-before and after training, and where few problems decide. A percentile bootstrap over problems, and Wilson's interval
-over rollouts as if they were independent, are computed on the same suites.
+variants of a problem, and rollouts of each task. The true rate is drawn anew for each suite, because counts are
+discrete: at one fixed rate the coverage may be high or low by chance. It is drawn from a band in the middle, or from
+one near 0 or 1, where models are before and after training, and where the results of few problems determine the
+interval. A percentile bootstrap over problems, and Wilson's interval over rollouts as if they were independent, are
+computed on the same suites.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def holds(interval: Interval, truth: float) -> bool:
 
 
 def rates(draws: int, kind: Kind, band: tuple[float, float], *, peers: bool) -> dict[str, float]:
-    """Coverage of the intervals of one rate, by method, and the mean width of ours ("width")."""
+    """Coverage of the interval of a solve rate, by method, and the mean width of that of `clustered` ("width")."""
     rng = np.random.default_rng(7)
     methods = {"clustered": clustered}
     if peers:
@@ -224,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def models(draws: int) -> dict[str, Any]:
-    """Coverage of the intervals of single models and of pairs, by the band of true rates."""
+    """Coverage of the intervals of solve rates, paired differences and pass@k, by the band of true rates."""
     found = dict[str, Any]()
     for name, band in BANDS.items():
         by_kind = {kind.name: rates(draws, kind, band, peers=True) for kind in KINDS}

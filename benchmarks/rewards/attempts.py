@@ -34,13 +34,14 @@ from etude.testing import FakeGrader
 FIRST_INDEX = 10_000_000
 """Index of the first task, far from those of mid-training and RL."""
 RIGHT_BODY, RIGHT_FILE = 0.6, 0.7
-"""Shares: of edits with the right body; of edits in the file that the tests named, where they were run."""
+"""The share of edits with the right body, and, after a run of the tests, of edits in the file that they named."""
 
 
 def wrong_body(function: Function, draw: random.Random) -> Body:
     """A body in place of the right one: another expression, other operands, another constant, or none.
 
-    In place of a new template often another new one; else each body with a new template would be right."""
+    If the right body has a new template (`TRANSFER_TEMPLATES`), the wrong one often has another new template.
+    Otherwise every body with a new template would be right."""
     new = TRANSFER_TEMPLATES[function.template.family]
     others = [Body(one, function.operands) for one in new if one is not function.template]
     kinds = {
@@ -86,7 +87,7 @@ class Attempt:
     function: str
 
     def row(self, aspect: Aspect) -> dict[str, Any]:
-        """The attempt as a line of a file of labels."""
+        """Return the attempt as a row of a file of labels."""
         return row_of(aspect, self.work, label_of(aspect, self.graded), group=self.function)
 
 

@@ -13,8 +13,8 @@ constant, and of lists:
   in no tuning.
 
 Where the tests ran after the last edit, their output says nearly all. So beside the AUC of all attempts there are those
-of attempts with and without such an output, and the AUC of a rule in place of the judge, which finds the outputs by
-regular expressions and does not read the code (`by_rule`).
+of attempts with and without such an output, and the AUC of a rule in place of the judge (`by_rule`). It uses regular
+expressions: it reads the outputs of tests and which file was edited, but not the code.
 
 All of it goes through the command line: `etude judge tune`, `etude serve`, `etude judge calibrate`. Works of one
 function are one cluster of the bootstrap. Three seeds of attempts and tuning; the start is one checkpoint.
@@ -112,8 +112,8 @@ def tests_after(trace: str) -> float | None:
 
 
 def by_rule(trace: str) -> float:
-    """The verdict of a rule: what the tests printed; where they were not run after the last edit, whether they had
-    named a file before, and whether it was edited."""
+    """The verdict of a rule, from 0 to 1: what the tests printed after the last edit. If they were only run before it,
+    whether the file that they named was edited; otherwise 0.3."""
     shown, named = tests_after(trace), re.search(r"FAIL (\S+)", trace)
     if shown is not None or named is None:
         return 0.3 if shown is None else shown
@@ -210,7 +210,7 @@ def reliability(values: Sequence[float], solved: Sequence[bool]) -> dict[str, fl
 
 
 def compared(values: Sequence[float], solved: Sequence[bool], traces: Sequence[str]) -> dict[str, Any]:
-    """The AUC of attempts with and without tests after the last edit, and that of the rule on all of them."""
+    """AUC of the judge and of the rule, with and without tests after the last edit, and of the rule on all attempts."""
     found: dict[str, Any] = {"auc_of_rule": auc([by_rule(trace) for trace in traces], solved)}
     shown = [tests_after(trace) is not None for trace in traces]
     for name, wanted in (("tested", True), ("not_tested", False)):

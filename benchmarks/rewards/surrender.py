@@ -41,7 +41,7 @@ SOURCE = 'tasks.source={kind = "benchmarks.rewards.wordy:Wordy", seed = 0, unkno
 COST = "q = 0.0, limit = 60.0, tool_output = 0.0, call = 0.0, turn = 0.0"
 FAMILIES = {"wordy": "with the number", "unknowable": "without the number"}
 ENDS = 3
-"""Steps at each end of a run whose rollouts are reported."""
+"""How many of the first steps, and how many of the last ones, are reported."""
 Row = dict[str, Any]
 
 

@@ -47,7 +47,7 @@ STREAMS: dict[str, dict[str, Any]] = {
 
 
 async def bodies(url: str, number: int) -> dict[str, Any]:
-    """Send the bodies, and count the answers."""
+    """Send `number` random bodies. Count the answers by path and status, and the streams that end with an error."""
     chance, statuses, failed = random.Random(number), defaultdict[str, Counter[str]](Counter), 0
     left = iter(range(number))
 

@@ -7,9 +7,9 @@ interval is empty or leaves [0, 1]; solve rates before training are near 0.
 Tasks that are variants of one problem are correlated, and so are rollouts of one task. Intervals over them use the
 effective number of rollouts: the number of independent rollouts with the same variance. The variance is the larger of
 two estimates, that of a ratio over clusters (to which a bootstrap over problems converges) and that by Kish's design
-effect. Near 0 and 1 few problems decide, and both estimates are often far too small. A rate therefore adds the weight
-of a quarter of a problem to them, with the variance of a problem whose results are all equal
-(docs/decisions/0047-intervals-count-problems.md). A percentile bootstrap has too low coverage there.
+effect. Near 0 and 1 only few problems have unequal results, and both estimates are often far too small. The interval
+of a rate therefore has a prior, with the weight of a quarter of a problem: that all results of a problem are equal
+(docs/decisions/0047-intervals-count-problems.md). The coverage of a percentile bootstrap is too low there.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def clustered_rate(solved: Sequence[float], problems: Sequence[Hashable]) -> Int
 
     `solved` has one value in [0, 1] per rollout, or per task the mean of its rollouts. `problems[i]` identifies the
     problem of value i, of which several tasks may be variants. The interval uses the effective number of independent
-    rollouts. Where all results are equal, it is the number of problems.
+    rollouts. If all values are 0, or all are 1, it is the number of problems (less if problems have unequal numbers of
+    values).
 
     >>> clustered_rate([1, 1, 0, 0], ["a", "b", "c", "d"]).low > clustered_rate([1, 1, 0, 0], ["a", "a", "b", "b"]).low
     True

@@ -40,8 +40,8 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a suite on one model.
 
     - `suite`, `purpose`, `suite_digest`: what was measured. Results can be compared if their digests are equal.
-    - `label`: the model's name in tables. `model`: its checkpoint, or its name at `url`; "": no URL. `version`: the
-      version of the weights; None: unknown. `prompted`: whether the model got the suite's prompt.
+    - `label`: the model's name in tables. `model`: its checkpoint, or its name at `url`. `url`: "" for a checkpoint.
+      `version`: the version of the weights; None: unknown. `prompted`: whether the model got the suite's prompt.
     - `price_name`: the model's name in the table of prices.
     - `result`: solve rate, intervals, costs and other numbers.
     - `general_bits_per_byte`: the loss on the general text; None: not measured. `general_digest`: 16 hex digits of that

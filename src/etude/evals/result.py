@@ -19,8 +19,9 @@ from etude.evals.rows import EvalRow
 class TermMean:
     """The mean of a reward term over the rollouts of an evaluation for which it is known.
 
-    `low`, `high`: its 95 % interval, which counts problems; None: too few problems to say. All three are None if it is
-    known for no rollout. `num_known`, `num_unknown`: numbers of rollouts; those with a closed gate are in neither."""
+    `low`, `high`: its 95 % interval over problems; None: there are too few problems for one. All three are None if the
+    term is known for no rollout. `num_known`, `num_unknown`: numbers of rollouts; those with a closed gate are in
+    neither."""
 
     value: float | None
     low: float | None

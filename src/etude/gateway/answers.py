@@ -194,7 +194,7 @@ def make_answer(
 
 
 def _num_reasoning(completion: Completion, chat: Chat) -> int:
-    """Return how many tokens of a completion that begins with reasoning are sampled until the reasoning is closed."""
+    """Return the number of sampled reasoning tokens of a completion that begins with reasoning, with its end mark."""
     ids = completion.token_ids.tolist()
     before, mark, _ = chat.decode(ids).partition(THOUGHT)
     if not mark:

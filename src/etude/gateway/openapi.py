@@ -1,4 +1,4 @@
-"""The OpenAPI document of a gateway, made of the structs that decode the bodies of its requests."""
+"""The OpenAPI document of a gateway, generated from the structs that decode the bodies of its requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RANGES: dict[str, tuple[float, float | None]] = {
     "min_tokens": (0, None),
     "top_k": (-1, None),
 }
-_REQUIRED = {  # fields of whole responses
+_REQUIRED = {  # fields of responses that are not streams
     "chat": ("id", "object", "created", "model", "system_fingerprint", "choices", "usage"),
     "text": ("id", "object", "created", "model", "system_fingerprint", "choices", "usage"),
     "responses": ("id", "object", "created_at", "model", "status", "error", "output", "usage"),
@@ -50,7 +50,7 @@ def document(
 
     - `models`: the names of the served models.
     - `has_keys`: whether a request needs an API key.
-    - `feedback`: the structs of which a body with signals is one; None: the gateway takes no signals.
+    - `feedback`: the structs that a body with signals may have; None: the gateway takes no signals.
 
     A body that fits its schema may be refused with status 400: a schema says nothing about the order of messages or
     the length of the context, for example. One that does not fit is always refused."""

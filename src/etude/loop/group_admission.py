@@ -25,7 +25,8 @@ WITHDRAWN = "its task was withdrawn"
 
 
 class GroupAdmission:
-    """Admits groups of rollouts of training tasks. The ledger is only called in `ledger_thread`."""
+    """Admits groups of rollouts of training tasks. `admit` calls the ledger in `ledger_thread`; the constructor and
+    `count` call it in the caller's thread."""
 
     def __init__(self, ledger: Ledger, ledger_thread: SerialExecutor, source: TaskSource, config: RunConfig) -> None:
         self.ledger, self.ledger_thread, self.source, self.config = ledger, ledger_thread, source, config
@@ -69,7 +70,7 @@ class GroupAdmission:
         self.ledger.move_cursor(Split.TRAIN, cursor)
 
     def count(self, plan: BatchPlan) -> None:
-        """Count the groups of a batch for the curriculum. Call it in the transaction that records the batch, before."""
+        """Count a batch's groups for the curriculum. Call it in the transaction of the batch, before `Ledger.batch`."""
         signals = self._recalled_signals()  # read anew: the transaction may be repeated
         if self.config.experience.curriculum is Curriculum.SIGNAL:
             signals.count(plan, self.ledger.batched_groups(plan.judged))

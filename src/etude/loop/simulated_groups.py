@@ -1,7 +1,7 @@
 """Simulated rollouts in production steps: tasks of the run's source, rolled out by the run's engines.
 
-A step of `etude learn` with `simulated` in its settings waits until so many groups of rollouts are complete, and trains
-on them together with its episodes. The groups are admitted to the run's ledger as in RL, with the same ids, task
+A step of `etude learn` with `simulated` in its settings waits until the groups of its share are complete, and trains on
+them together with its episodes. The groups are admitted to the run's ledger as in RL, with the same ids, task
 cursor, curriculum, graders and reward terms, and require the version that the learner has now. So their tokens have lag
 0, except after a restart. Groups that no step has trained on, because a process was killed, are used first.
 
@@ -176,6 +176,6 @@ class SimulatedGroups:
         )
 
     def take(self, plan: BatchPlan) -> None:
-        """Count the groups of a planned step. Call it in the transaction that records the batch, before."""
+        """Count the groups of a planned step. Call it in the transaction of the batch, before `Ledger.batch`."""
         self._admission.count(plan)
         self._rewards.tuned = self._rewards.remember(self.windows.ledger, plan)

@@ -99,7 +99,7 @@ def config_for(suite: Suite, given: Mapping[str, Any], subject: Subject, *, sour
     plain["tasks"] = {**plain.get("tasks", {}), "canaries": 0.0}
     plain["seed"] = suite.seed
     plain["rewards"] = to_plain(suite.rewards)
-    plain["experience"] = {**plain.get("experience", {}), "min_group_size": 0}  # evaluations have no stages
+    plain["experience"] = {**plain.get("experience", {}), "min_group_size": 0}  # evaluations run whole groups
     is_url, in_bytes = isinstance(subject.model, Endpoint), isinstance(subject.model, Endpoint | Baseline)
     if (is_url or subject.prompted) and suite.prompt:
         harness["prompt"] = suite.prompt

@@ -21,7 +21,7 @@ from etude.records.task import Split, Task
 from etude.records.wire import I32
 
 SOURCE = "production"
-"""The task source of production episodes, in their tasks, and their origin in the metrics of steps."""
+"""The name of the task source of production episodes, and of their origin in the metrics of steps."""
 SIMULATED = "simulated"
 """The origin of rollouts of tasks in production steps."""
 MAX_RECORDS = 65_536

@@ -187,9 +187,9 @@ class RewardsConfig:
 
     @property
     def beside_grades(self) -> tuple[str, ...]:
-        """The names of the terms with a weight that may tell apart rollouts which a grader did not solve.
+        """The names of the terms with a weight that can give unsolved rollouts of a group different rewards.
 
-        They neither charge for work nor have a gate, or a gate of a gate, that a grader measures."""
+        They do not charge for work, and graders measure neither their gate nor a gate of that gate."""
         return tuple(
             one.name for one in self.terms if one.weight and one.name not in self.charges and not self._graded(one)
         )

@@ -1,5 +1,5 @@
-"""The model requests of one agent program. Finds out which are new turns, repetitions, or calls beside the
-conversation.
+"""Decides for each model request of an agent program whether it is a new turn, a repetition of an earlier request, or
+a call beside the conversation.
 
 A request becomes a turn of the episode (`Episode.ask`), sampled with the run's parameters. Clients repeat requests:
 their library retries after a timeout, or they lost the connection. A repeated request samples nothing: it waits for the

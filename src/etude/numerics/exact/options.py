@@ -73,7 +73,9 @@ class AttentionOptions:
     index: Index | None = None
 
     def part(self, rows: slice, keys: torch.Tensor) -> AttentionOptions | None:
-        """Return the options of some of the queries, whose keys of the indexer are `keys`; None if none are left."""
+        """Return the options for some of the queries. `keys`: the indexer's keys from which these queries choose.
+
+        With at most `top_k` keys the indexer chooses all of them and is left out; None if then no option is left."""
         if self.index is None:
             return self
         index = self.index.part(rows, keys) if len(keys) > self.index.top_k else None

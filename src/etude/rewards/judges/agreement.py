@@ -30,7 +30,7 @@ Table = npt.NDArray[np.float64]
 
 
 class Counts:
-    """Counts of pairs (people's score, judge's score), over all works and over works that are drawn again."""
+    """Counts of pairs (people's score, judge's score), over all works and over bootstrap samples of their clusters."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Counts:
         return found.reshape(self.shape).astype(float)
 
     def estimate(self, statistic: Callable[[Table], float]) -> Estimate:
-        """A statistic of the table, with the interval of its bootstrap over clusters. The draws are always the same."""
+        """Return a statistic of the table, with its bootstrap interval over clusters. The draws are always the same."""
         n = int(self.cluster.max()) + 1
         drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1.0 / n), RESAMPLED)
         found = [statistic(self.table(counts[self.cluster].astype(float))) for counts in drawn]
@@ -107,7 +107,7 @@ def in_order(table: Table) -> float:
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """The mean of independent values, with its normal interval."""
+    """Return the mean of independent values and its interval by the normal distribution; unbounded for one value."""
     value = float(np.mean(values))
     half = _Z * float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.inf
     return Estimate(value, value - half, value + half)
@@ -162,7 +162,9 @@ def _ranks(values: Table) -> Table:
 
 
 def by_author(clusters: Sequence[Hashable], authors: Sequence[str], more: Sequence[float]) -> dict[str, Estimate]:
-    """For each author ("": unknown), the mean of `more` over their works minus the mean over all other works."""
+    """For each author, return the mean of `more` (judge − people) over their works minus the mean over all others.
+
+    Left out are unknown authors (""), and authors with fewer than two works or fewer than two works of others."""
     found, values = dict[str, Estimate](), np.array(more)
     for author in sorted({*authors} - {""}):
         own = np.array([one == author for one in authors])

@@ -200,8 +200,8 @@ async def calibrate(judge: Judge, labels: Sequence[Label], mode: Mode = Mode.POI
     There is one report for the single works of an aspect, and one for its pairs. A judge that compares works is asked
     about the works of each `group`, and the report on single works is about all pairs of works of a group.
 
-    Raises `InputError` if an aspect has fewer than two labels, if all its labels are equal: then agreement cannot be
-    measured; or if a judge that compares works has no two works of one group."""
+    Raises `InputError` if there are no labels, if the labels of an aspect are all equal (agreement cannot be measured
+    then), or if a judge that compares works has no two works of one group."""
     reports = []
     kinds = dict.fromkeys((label.aspect.name, label.other is not None) for label in labels)
     for name, of_pairs in kinds:
