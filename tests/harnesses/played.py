@@ -80,10 +80,19 @@ class Played:
         return sum(n for name, n in self.statuses.items() if int(name.rsplit(" ", 1)[1]) >= 500)
 
     @property
+    def num_refused(self) -> int:
+        """Requests for a completion that were refused (statuses 400 to 499)."""
+        return self._num_answers(r"4\d\d")
+
+    @property
     def attributed(self) -> float:
         """The part of the answered requests for a completion that are turns of the rollout."""
-        asked = sum(n for name, n in self.statuses.items() if re.search(r"(completions|responses|messages) 200$", name))
-        return self.num_turns / asked if asked else 0.0
+        answered = self._num_answers("200")
+        return self.num_turns / answered if answered else 0.0
+
+    def _num_answers(self, status: str) -> int:
+        asked = re.compile(rf"(completions|responses|messages) {status}")
+        return sum(n for name, n in self.statuses.items() if asked.search(name))
 
 
 def config_of(

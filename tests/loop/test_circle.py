@@ -15,6 +15,8 @@ import pytest
 from etude import cli as etude
 from etude.errors import Exit
 from etude.run import RunFolder
+from etude.stores import open_store
+from etude.weights.chain.inspect import find
 from etude.weights.chain.manifest import read_pointer
 
 TINY = """seed = 1
@@ -340,6 +342,39 @@ def test_the_openai_client_talks_to_the_result(served: str) -> None:
             client.chat.completions.create(
                 model="tiny", messages=[{"role": "user", "content": "a b " * 2000}], max_tokens=4
             )
+
+
+def test_a_step_and_a_branch_of_a_run_are_served_by_name(circle: Path, cli_in: Callable[[Path], Any]) -> None:
+    import openai
+
+    command = cli_in(circle.parent.parent)
+    store = open_store(str(circle / "weights"), readonly=True)
+    first, last = (find(store, step).version for step in ("1", "2"))
+    assert command("weights", "point", "runs/tiny", str(first), "--branch", "trial").returncode == 0
+    unknown = command("serve", "runs/tiny@trail", "--port", "0")
+    assert unknown.returncode == Exit.BAD_INPUT, unknown.stderr
+    assert "has no branch 'trail'" in unknown.stderr
+    assert "hint: did you mean 'trial'?" in unknown.stderr
+    assert "no version '999'" in command("serve", "runs/tiny@999", "--port", "0").stderr
+    mixed = command("serve", "runs/tiny@trial", "--newest", "--port", "0")
+    assert "cannot be used with --fleet, --newest or --releases" in mixed.stderr
+    models = (f"last=runs/tiny@{last.step}", "runs/tiny@trial")
+    server = command.start("serve", *models, "--port", "0", "--key", "k3y")
+    try:
+        line = server.stdout.readline()
+        assert "serving last, tiny@trial at http" in line, line + server.stderr.read()
+        lines = [server.stdout.readline().strip() for _ in models]
+        assert lines == [f"last: {last}", f"tiny@trial: the branch trial, now {first}"]
+        with openai.OpenAI(base_url=line.split(" at ")[1].split()[0], api_key="k3y", max_retries=0) as client:
+            assert [m.id for m in client.models.list().data] == ["last", "tiny@trial"]
+            for name in ("last", "tiny@trial"):
+                answer = client.completions.create(model=name, prompt="def f", max_tokens=4, seed=7)
+                assert (answer.model, answer.usage.completion_tokens > 0) == (name, True)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(300) == 0
+    finally:
+        server.kill()
+        server.communicate()
 
 
 RELEASE = """

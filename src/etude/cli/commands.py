@@ -327,7 +327,7 @@ def _add_model_commands(commands: Commands[Parser]) -> None:
     about = "serve checkpoints or newest versions of runs, with the APIs of OpenAI and Anthropic"
     serve = add(commands, "serve", "serve:serve", about)
     serve.add_argument(
-        "models", nargs="*", metavar="[NAME=]CHECKPOINT|RUN", help="one or more (default: the newest run in runs/)"
+        "models", nargs="*", metavar="[NAME=]CHECKPOINT|RUN[@STEP|@BRANCH]", help="(default: the newest run in runs/)"
     )
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     serve.add_argument("--port", type=port, default=8000, help="port to listen on (default: %(default)s)")

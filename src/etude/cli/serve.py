@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING
 
 from etude.cli.locations import existing_path, newest_run, open_run
 from etude.cli.releases import CHANNEL, refuse_other_releases
-from etude.errors import InputError
+from etude.errors import InputError, nearest
 from etude.gateway import GatewayConfig, Keys
-from etude.numerics.config import Quantise
+from etude.numerics.config import ComputeDtype, Quantise
 from etude.releases.pointers import CANARY, STABLE, branch_version
 from etude.releases.router import ReleaseRouter
+from etude.scratch import ScratchDirectory
 from etude.seams import AnswerRecorder, FeedbackReceiver
 from etude.stores import open_store
+from etude.weights.chain.branches import list_branches
+from etude.weights.chain.inspect import find
 
 if TYPE_CHECKING:
     from etude.loop.serving import ModelSource
@@ -31,16 +34,17 @@ if TYPE_CHECKING:
 def serve(args: argparse.Namespace) -> int:
     """Serve checkpoints and runs over HTTP until interrupted. Returns the exit code.
 
-    Of a run, the version of its branch `stable` is served. Without such a branch, or with `--newest`, it is the newest
+    Of ``RUN@30``, the version of step 30 is served; of ``RUN@NAME``, what the branch names, also after it moves. Of a
+    run alone, it is the version of its branch `stable`. Without such a branch, or with `--newest`, it is the newest
     version. With `--releases`, the branches `stable` and `canary` are served; with `--fleet`, what its engines have."""
     from etude.loop import event_loop
 
-    models = dict(_named_path(text) for text in args.models) if args.models else {}
+    models = dict(_named_model(text) for text in args.models)
     if len(models) < len(args.models):
         raise InputError("two models have the same name", hint="give them names: etude serve one=runs/a/x two=runs/b/x")
     if not models:
         newest = newest_run().path
-        models = {newest.resolve().name: newest}
+        models = {newest.resolve().name: (newest, "")}
     gateway = GatewayConfig(
         host=args.host,
         port=args.port,
@@ -69,8 +73,8 @@ def serve(args: argparse.Namespace) -> int:
             feedback = FeedbackWriter(
                 args.feedback, privacy=args.capture, keep_days=args.feedback_days, cap=args.feedback_cap
             )
-        with contextlib.suppress(asyncio.CancelledError):
-            event_loop.run(_serve(models, gateway, keys, recorder, feedback, args))
+        with contextlib.suppress(asyncio.CancelledError), ScratchDirectory("served-versions") as exported:
+            event_loop.run(_serve(models, exported, gateway, keys, recorder, feedback, args))
     finally:
         for name, one in (("capture", recorder), ("feedback", feedback)):
             if one is not None:
@@ -80,17 +84,23 @@ def serve(args: argparse.Namespace) -> int:
     return 0
 
 
-def _named_path(text: str) -> tuple[str, Path]:
-    """Parse ``PATH`` or ``NAME=PATH``. Without a name, it is the last part of the path."""
-    name, given, path = text.partition("=")
+def _named_model(text: str) -> tuple[str, tuple[Path, str]]:
+    """Parse ``[NAME=]PATH[@VERSION]`` into the name, and the path and version ("" if none is given).
+
+    Without a name, it is the last part of the path, with the version."""
+    name, given, place = text.partition("=")
     if not given or Path(text).exists():
-        name, path = "", text
+        name, place = "", text
+    path, version = place, ""
+    if not Path(place).exists() and "@" in place:
+        path, _, version = place.rpartition("@")
     found = existing_path(Path(path))
-    return name or found.resolve().name, found
+    return name or found.resolve().name + f"@{version}" * bool(version), (found, version)
 
 
 async def _serve(
-    models: dict[str, Path],
+    models: dict[str, tuple[Path, str]],
+    exported: Path,
     gateway: GatewayConfig,
     keys: Keys | None,
     recorder: AnswerRecorder | None,
@@ -104,7 +114,14 @@ async def _serve(
     work = asyncio.current_task()
     assert work is not None, "runs in a task"
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, work.cancel)
-    sources: Sequence[ModelSource] = [parts_of(path, name) for name, path in models.items()]
+    sources: Sequence[ModelSource] = [parts_of(path, name) for name, (path, _) in models.items()]
+    versions = [version for _, version in models.values()]
+    if any(versions) and (fleet or args.newest or args.releases is not None):
+        raise InputError(
+            f"a version (@{next(filter(None, versions))}) cannot be used with --fleet, --newest or --releases",
+            "these say which version is served",
+            hint="remove the version or the option",
+        )
     if fleet and len(sources) > 1:
         raise InputError(
             "--fleet cannot serve several models",
@@ -135,7 +152,11 @@ async def _serve(
         refuse_other_releases(args.releases, str(sources[0].store))
         router = ReleaseRouter(args.releases, stable=sources[0].name, canary=sources[1].name)
     elif not fleet:
-        sources, lines = zip(*(_stable(source, newest=args.newest) for source in sources), strict=True)
+        found = [
+            _version(source, path, version, exported) if version else _stable(source, newest=args.newest)
+            for source, (path, version) in zip(sources, models.values(), strict=True)
+        ]
+        sources, lines = zip(*found, strict=True)
     report = partial(print, file=sys.stderr)
     opened = [
         model_of_fleet(source, registry=fleet, gateway=gateway)
@@ -182,6 +203,33 @@ def _stable(source: ModelSource, *, newest: bool) -> tuple[ModelSource, str]:
     if last != stable:
         line += f"; the newest is {last} (--newest serves it, --releases FILE serves a canary to its users)"
     return source._replace(branch=STABLE), line
+
+
+def _version(source: ModelSource, path: Path, version: str, exported: Path) -> tuple[ModelSource, str]:
+    """Return the model that serves a step ("30") or a branch of a run, and a line that says which version it is.
+
+    The weights of a step are written into `exported` as a checkpoint. Raises `InputError` for a checkpoint, which has
+    no versions, and for an unknown branch, and `NoVersion` for an unknown step."""
+    from etude.loop.export import export_version
+
+    if source.store is None:
+        hint = f"serve it without @{version}; only runs that have published weights have versions"
+        raise InputError(f"{path} has no version {version!r}", "it has no published weights", hint=hint)
+    store = open_store(str(source.store), readonly=True)
+    if version.isdecimal():
+        found, out = find(store, version).version, exported / f"{len(list(exported.iterdir()))}"
+        dtype = "bf16" if source.engine.dtype is ComputeDtype.BFLOAT16 else "f32"
+        export_version(open_run(path), int(version), out, dtype=dtype, log=partial(print, file=sys.stderr))
+        return source._replace(checkpoint=out, store=None), f"{source.name}: {found}"
+    named = branch_version(store, CHANNEL, version)
+    if named is None:
+        known = sorted(list_branches(store, CHANNEL))
+        facts = f"it has {', '.join(known)}" if known else "it has no branches"
+        hint = (
+            nearest(version, known) if known else f"point one at a version: etude weights point {source.store} VERSION"
+        )
+        raise InputError(f"{path} has no branch {version!r}", facts, hint=hint)
+    return source._replace(branch=version), f"{source.name}: the branch {version}, now {named}"
 
 
 def _print_log() -> None:
