@@ -108,7 +108,7 @@ async def evaluate(
         done = await _with_terms(processes, terms, done)
     rows = [_row(*one, processes.config.composition, terms) for one in done]
     write_rows(out, rows)
-    spent = await asyncio.to_thread(judge_dollars, terms, processes.run)
+    spent = await asyncio.to_thread(judge_dollars, terms, processes.run) if terms else None
     result = sum_up(rows, name=name, split=split, step=step, wall_s=wall_s, price=price, judge_dollars=spent)
     telemetry.event("eval.result", **result.facts())
     return result
