@@ -107,7 +107,7 @@ class ServedGateway:
         """Ask and send signals until the end."""
         url, user, turn = f"http://127.0.0.1:{self.port}/v1", f"client-{number}", 0
         try:
-            with openai.OpenAI(base_url=url, api_key="none", timeout=120, max_retries=2) as client:
+            with openai.OpenAI(base_url=url, api_key="none", timeout=120, max_retries=0) as client:
                 while not self._stop.is_set():
                     turn += 1
                     answer_id = self._ask(client, user, turn)

@@ -152,6 +152,9 @@ class SlowProcesses(FakeRunProcesses):
     async def wait_for_engine(self) -> None:
         """Nobody is waited for."""
 
+    async def wait_for_adoption(self, version: Version) -> None:
+        """Nobody is waited for: an engine adopts a version when a request asks for it."""
+
     async def _pick(self, *, deadline_s: float) -> MortalLearner:
         if self._learner is None or self._learner.lost.is_set():
             self._learner = MortalLearner(self.run, self._publish, self._dies)

@@ -20,7 +20,7 @@ from tests.harnesses.agents import AGENTS, FOLDER
 from tests.harnesses.played import by_text, play
 from tests.loop.spread import SPREAD
 
-from etude.config import Plugin, load
+from etude.config import Plugin, build, load
 from etude.errors import PluginError
 from etude.harness import Call, HarnessConfig
 from etude.loop.config import RunConfig
@@ -107,7 +107,7 @@ def test_the_config_is_complete_and_its_prompts_are_those_of_the_demonstrations(
     config = load(CONFIG, RunConfig)
     program = config.harness.program
     assert isinstance(program, Plugin)
-    command = CommandProgram(**{k: tuple(v) if isinstance(v, list) else v for k, v in program.settings.items()})
+    command = build(CommandProgram, program.settings)
     assert "{cwd}/examples/mini_swe_agent/mini.yaml" in command.argv
     assert "mini_machine" in command.warm
     settings = yaml.safe_load((EXAMPLE / "mini.yaml").read_text())

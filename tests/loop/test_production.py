@@ -491,6 +491,9 @@ def test_the_commands_of_the_guide_serve_a_run_take_feedback_and_learn_from_it(
     assert "window 1: step 2: 8 episodes, mean reward 0.500, v000002" in learnt.stdout
     assert command("ledger", "audit", "runs/game").returncode == 0
     assert command("fsck", "runs/game").returncode == 0
+    again = command("rewards", "recompute", "runs/game")
+    assert again.returncode == 0, again.stderr
+    assert "left out: steps of production" in again.stderr
     events = (tmp_path / "runs" / "game" / "events" / "conductor.jsonl").read_text().splitlines()
     steps = [one for one in map(json.loads, events) if one["kind"] == "rl.step"]
     assert steps[-1]["origin"] == "production"

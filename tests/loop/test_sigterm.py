@@ -68,7 +68,7 @@ def test_an_evaluation_that_is_terminated_leaves_no_folder_and_no_process(
     cli = Cli(plain.cwd, {**plain.env, "TMPDIR": str(scratch)})
     command = cli.start("eval", "own", "--checkpoint", game.start, "--config", game.config, "--tasks", "4", log=log)
     end = time.monotonic() + 600
-    while len(list(scratch.glob("etude-eval*/run/logs/*.log"))) < 3:  # engine, worker and grader have started
+    while len(list(scratch.glob("etude-eval*/etude-eval*/logs/*.log"))) < 3:  # engine, worker and grader have started
         assert command.poll() is None, log.read_text()
         assert time.monotonic() < end, log.read_text()
         time.sleep(0.02)

@@ -111,7 +111,7 @@ def exported_by_serving() -> set[str]:
     """The names on the pages of a gateway and of an engine."""
     metrics = Metrics()
     metrics.count(Record(method="POST", dialect="chat", first_s=0.1), 200, 1.0)
-    page, _ = metrics.page({"m": (1, 2)}, captured={"failed": 0}, signals={})
+    page, _ = metrics.page({"m": (1, 2, 3)}, captured={"failed": 0}, signals={})
     info = EngineInfo(
         name="e", version=None, paused=False, context_tokens=8, max_sequences=1, num_running=0, num_waiting=0,
         kv_tokens_free=8, capabilities=(),

@@ -40,10 +40,14 @@ _TOO_MANY = 1 << 40  # tokens of a prompt that certainly does not fit
 class Writer(Protocol):
     """The interface through which `Summaries` counts tokens and samples summaries for one request of a client.
 
-    `max_attempts`: how many summaries may be sampled now; 0: none."""
+    `max_attempts`: how many summaries may be sampled now; 0: none. `payer`: whose quota counts their tokens, "" without
+    quotas; only requests of one payer share a summary that is being written."""
 
     @property
     def max_attempts(self) -> int: ...
+
+    @property
+    def payer(self) -> str: ...
 
     async def num_tokens(self, messages: list[Message]) -> int:
         """Return the number of tokens of a prompt. May raise `ContextFull` for one that is certainly too long."""
@@ -98,7 +102,7 @@ class Summaries:
         self.limits, self.trigger = limits, trigger
         self._tree = tree
         self._reserved = len(chat.encode(REQUEST)) + MESSAGE_TOKENS + limits.summary_tokens
-        self._running: dict[bytes, _Running] = {}
+        self._running: dict[tuple[str, bytes], _Running] = {}
         # by the key of the beginning, as clients send it: its turn, and the summary or why it was refused
         self._stored: dict[bytes, tuple[Node, Kept | SummaryFault]] = {}
 
@@ -159,25 +163,26 @@ class Summaries:
 
     async def _once(self, key: bytes, work: _Work, stop: int) -> tuple[Kept | SummaryFault, tuple[Node, ...]]:
         """Write a summary, or wait for the same one of another request. Only the first gets the sampled turns."""
-        running = self._running.get(key)
+        at = (work.writer.payer, key)
+        running = self._running.get(at)
         first = running is None
         if running is None:
-            running = self._running[key] = _Running(asyncio.create_task(self._write(key, work, stop), name="summarise"))
-            running.task.add_done_callback(lambda task: self._ended(key, task))
+            running = self._running[at] = _Running(asyncio.create_task(self._write(key, work, stop), name="summarise"))
+            running.task.add_done_callback(lambda task: self._ended(at, task))
         running.num_waiting += 1
         try:
             kept, nodes = await asyncio.shield(running.task)
         finally:
             running.num_waiting -= 1
             if not running.num_waiting and not running.task.done():
-                self._ended(key, running.task)
+                self._ended(at, running.task)
                 running.task.cancel()
                 await asyncio.gather(running.task, return_exceptions=True)
         return kept, nodes if first else ()
 
-    def _ended(self, key: bytes, task: asyncio.Task[Any]) -> None:
-        if (running := self._running.get(key)) is not None and running.task is task:
-            del self._running[key]
+    def _ended(self, at: tuple[str, bytes], task: asyncio.Task[Any]) -> None:
+        if (running := self._running.get(at)) is not None and running.task is task:
+            del self._running[at]
 
     async def _write(self, key: bytes, work: _Work, stop: int) -> tuple[Kept | SummaryFault, tuple[Node, ...]]:
         writer, limit = work.writer, self.limits.summary_tokens

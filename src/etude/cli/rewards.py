@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -185,8 +186,12 @@ def recompute_run(args: argparse.Namespace) -> int:
         raise RunError(
             f"{run.path} has no recorded step", hint="RL has not formed a batch yet; wait for its first step"
         )
+    of_production = list[int]()
     for step in steps:
         recorded = read_step(trace_path(folder, step))
+        if any(tree.rollout.group_id.startswith(SOURCE) for tree in recorded.trees):
+            of_production.append(step)
+            continue
         composition = recorded_composition(recorded.rewards, settings.composition(step))
         known = {
             term.name
@@ -197,6 +202,9 @@ def recompute_run(args: argparse.Namespace) -> int:
         how, scheme = _changed(composition, config, changes, known)
         hints = hint_format(run, config) if how.hints else None
         done.append(recompute(recorded, how, scheme, max_lag=experience.max_lag, full_groups=full, hint_format=hints))
+    if of_production:
+        listed = ", ".join(map(str, of_production))
+        print(f"left out: steps of production, which have credit rules of their own: {listed}", file=sys.stderr)
     equal = all(one.equal for one in done)
     if args.json:
         print(json.dumps({"run": str(run.path), "equal": equal, "steps": [_plain(one) for one in done]}, indent=2))

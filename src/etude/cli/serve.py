@@ -225,9 +225,8 @@ def _version(source: ModelSource, path: Path, version: str, exported: Path) -> t
     if named is None:
         known = sorted(list_branches(store, CHANNEL))
         facts = f"it has {', '.join(known)}" if known else "it has no branches"
-        hint = (
-            nearest(version, known) if known else f"point one at a version: etude weights point {source.store} VERSION"
-        )
+        hint = f"create it: etude weights point {path} VERSION --branch {version}; or serve {path}@STEP"
+        hint = nearest(version, known) if known else hint
         raise InputError(f"{path} has no branch {version!r}", facts, hint=hint)
     return source._replace(branch=version), f"{source.name}: the branch {version}, now {named}"
 

@@ -118,6 +118,7 @@ class Record:
         if self.key is not None:
             spent = self.spent
             self.key.add_tokens(spent.prompt + spent.sampled + spent.summary, reserved=spent.reserved)
+            spent.key = None  # a summary for which others still wait goes on, and reserves no more
         metrics.count(self, status, wall_s)
         logger.info(
             "%s dialect=%s model=%s key=%s status=%d prompt=%d cached=%d answer=%d summary=%d ms=%.1f id=%s%s",

@@ -186,19 +186,22 @@ def make_answer(
         prompt_ids=prompt_ids,
         completion=completion,
         sampling=sampling,
-        num_reasoning=_num_reasoning(completion, chat) if reasoning else 0,
+        num_reasoning=_num_reasoning(completion, chat, reasoning, alone=not (text or calls)) if reasoning else 0,
         summaries=summaries,
         logprobs=_logprobs(completion, chat, cut) if logprobs else None,
         cut=cut,
     )
 
 
-def _num_reasoning(completion: Completion, chat: Chat) -> int:
-    """Return the number of sampled reasoning tokens of a completion that begins with reasoning, with its end mark."""
+def _num_reasoning(completion: Completion, chat: Chat, reasoning: str, *, alone: bool) -> int:
+    """Return the number of sampled reasoning tokens of a completion that begins with reasoning, with its end mark.
+
+    Without this mark, as in the format of gpt-oss, it is the number of tokens of the text `reasoning`, or of the whole
+    completion if it has nothing else (`alone`)."""
     ids = completion.token_ids.tolist()
     before, mark, _ = chat.decode(ids).partition(THOUGHT)
     if not mark:
-        return len(ids) - (completion.stop_reason is StopReason.STOP)
+        return len(ids) - (completion.stop_reason is StopReason.STOP) if alone else len(chat.encode(reasoning))
     end = len(before) + len(mark)
     return bisect.bisect_left(range(len(ids)), end, key=lambda n: len(chat.decode(ids[:n])))
 

@@ -38,6 +38,10 @@ class SummaryWriter:
     spent: Spent
     max_attempts: int = MAX_ATTEMPTS
 
+    @property
+    def payer(self) -> str:
+        return "" if self.spent.key is None else self.spent.key.name
+
     async def num_tokens(self, messages: list[Message]) -> int:
         """Return the number of tokens of a prompt. Raises `ContextFull` for one that is certainly too long."""
         count = partial(self.tree.prompt_tokens, messages, self.signatures, tools=self.tools)

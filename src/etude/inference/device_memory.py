@@ -136,6 +136,7 @@ class DeviceStep:
     """The cache of one forward pass on a GPU (`models.Cache`). `DeviceMemory.step` and `decoding` make one."""
 
     compressed = True
+    chooses_keys = False  # contexts are at most as long as what an indexer keeps
 
     def __init__(
         self, memory: DeviceMemory, slots_N: torch.Tensor, positions_N: torch.Tensor, sequences: Sequences

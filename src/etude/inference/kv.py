@@ -169,6 +169,10 @@ class StepCache:
 
     compressed = True
 
+    @property
+    def chooses_keys(self) -> bool:
+        return bool(self.kv.index)
+
     def __init__(self, kv: KVCache, decode_slots: I64, decode_positions: I64, chunks: list[Span]) -> None:
         self.kv, self.num_decode = kv, len(decode_slots)
         firsts = accumulate([self.num_decode, *(c.stop - c.start for c in chunks)])
@@ -245,8 +249,6 @@ class StepCache:
 
     def _with_kept_keys(self, options: AttentionOptions, index: Index, layer: int) -> AttentionOptions:
         """Store the step's keys of the indexer. Returns options whose index has the keys of all slots, [S, C, I]."""
-        if not self.kv.index:
-            return replace(options, index=None)
         memory = self.kv.index[layer]
         memory.view(-1, memory.shape[-1]).index_copy_(0, self._index_places, index.k_TI)
         return replace(options, index=replace(index, k_TI=memory))

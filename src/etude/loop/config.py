@@ -265,12 +265,6 @@ class RunConfig:
                 f"fleet.ranks_away = {self.fleet.ranks_away} is not below learner.ranks = {learner.ranks}: "
                 f"at least rank 0 must run on the run's own machine"
             )
-        if learner.ranks > 1 and self.numerics.quantise is not Quantise.NONE:
-            raise ValueError(
-                f"learner.ranks = {learner.ranks} cannot be combined with numerics.quantise = "
-                f"{str(self.numerics.quantise)!r}: quantisation needs whole matrices, and a rank has only some rows; "
-                f"set learner.ranks = 1 or numerics.quantise = 'none'"
-            )
         if self.start is None and (experts % learner.expert_parallel if experts else learner.expert_parallel > 1):
             raise ValueError(
                 f"learner.expert_parallel = {learner.expert_parallel} is not a divisor of model.num_experts = {experts}"

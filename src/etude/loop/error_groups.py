@@ -12,7 +12,7 @@ def first_cause(
 
     Errors of the kinds `minor` are returned only if there is no other.
 
-    >>> first_cause(ExceptionGroup("", [ValueError(), ExceptionGroup("", [EtudeError("it failed")])]))
+    >>> first_cause(ExceptionGroup("", [ValueError(), ExceptionGroup("", [EtudeError("it failed", hint="wait")])]))
     EtudeError('it failed')
     """
     leaves = [first_cause(e, minor=minor) if isinstance(e, BaseExceptionGroup) else e for e in group.exceptions]

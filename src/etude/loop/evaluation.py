@@ -24,6 +24,7 @@ from etude.loop.adjustable_semaphore import AdjustableSemaphore
 from etude.loop.checkpoints import checkpoint_version, copy_start_checkpoint
 from etude.loop.config import RunConfig
 from etude.loop.engine_leases import Lease, borrowed_engines
+from etude.loop.error_groups import first_cause
 from etude.loop.processes import Supervisor
 from etude.loop.rollout_result import RolloutResult
 from etude.loop.rollout_scheduler import (
@@ -107,7 +108,7 @@ async def evaluate(
         done = await _with_terms(processes, terms, done)
     rows = [_row(*one, processes.config.composition, terms) for one in done]
     write_rows(out, rows)
-    spent = await asyncio.to_thread(judge_dollars, terms, processes.run)
+    spent = await asyncio.to_thread(judge_dollars, terms, processes.run) if terms else None
     result = sum_up(rows, name=name, split=split, step=step, wall_s=wall_s, price=price, judge_dollars=spent)
     telemetry.event("eval.result", **result.facts())
     return result
@@ -140,7 +141,11 @@ async def _with_terms(processes: RunProcesses, terms: Sequence[TermConfig], done
             found[i] = (done[i][0], one)
 
     try:
-        await asyncio.gather(*map(measure, groups.values()))
+        async with asyncio.TaskGroup() as tasks:
+            for rows in groups.values():
+                tasks.create_task(measure(rows), name="measure reward terms")
+    except BaseExceptionGroup as group:
+        raise first_cause(group) from None
     finally:
         for played, _ in done:
             processes.files.drop(played.summary)
@@ -150,13 +155,15 @@ async def _with_terms(processes: RunProcesses, terms: Sequence[TermConfig], done
 async def _measured(
     processes: RunProcesses, terms: Sequence[TermConfig], summaries: Sequence[RolloutSummary], graded: Sequence[Graded]
 ) -> list[Graded]:
-    """Measure reward terms of a group. A value that may be known later is measured again for the term's `retry_s`."""
-    graded, began, pause_s = list(graded), time.monotonic(), AGAIN_S
+    """Measure reward terms of a group. A value that may be known later is measured again at least once, and
+    for the term's `retry_s` after the first failure."""
+    graded, pause_s, failed_at = list(graded), AGAIN_S, dict[str, float]()
     retry_s = {term.name: term.retry_s for term in terms}
     while True:
         found = await processes.measure(terms, summaries, graded)
         graded = [one.with_terms(*(new.term for new in some)) for one, some in zip(graded, found, strict=True)]
-        left_s = [retry_s[new.term.name] + began - time.monotonic() for some in found for new in some if new.retry]
+        now, unknown = time.monotonic(), {new.term.name for some in found for new in some if new.retry}
+        left_s = [retry_s[name] + failed_at.setdefault(name, now) - now for name in unknown]
         if max(left_s, default=0.0) <= 0.0:
             return graded
         await asyncio.sleep(min(pause_s, max(left_s)))

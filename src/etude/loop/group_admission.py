@@ -9,12 +9,13 @@ import asyncio
 import functools
 from collections.abc import Collection, Sequence
 
+from etude.errors import TaskError
 from etude.experience import Ledger
 from etude.experience.curriculum import MAX_TASKS, Curriculum, Signals
 from etude.experience.groups import in_first_stage
 from etude.loop.config import RunConfig
 from etude.loop.rollout_scheduler import keyed_seed, siblings
-from etude.loop.run_in_thread import SerialExecutor, run_in_thread
+from etude.loop.run_in_thread import SerialExecutor
 from etude.records import RolloutSpec, Task
 from etude.records.summary import BatchPlan
 from etude.records.task import Split
@@ -22,6 +23,8 @@ from etude.seams import TaskSource, WithdrawingSource
 
 SIGNALS = "curriculum"  # in the ledger: `Signals.state`
 WITHDRAWN = "its task was withdrawn"
+WITHDRAWN_S = 20.0
+"""Seconds in which a task source must say which tasks are withdrawn. Others wait 30 s for the lock that is held."""
 
 
 class GroupAdmission:
@@ -82,7 +85,18 @@ class GroupAdmission:
         return Signals(self.ledger.recall(SIGNALS), min_group_size=size, by_task=self._counts_tasks)
 
     async def withdrawn(self, task_ids: Collection[str]) -> set[str]:
-        """Return the ids of those tasks that the source has withdrawn since their rollouts began."""
+        """Return the ids of those tasks that the source has withdrawn since their rollouts began.
+
+        Raises `TaskError` if the source does not answer within `WITHDRAWN_S`: production asks with the lock of the
+        privacy folder held."""
         if not isinstance(self.source, WithdrawingSource):
             return set()
-        return await run_in_thread(functools.partial(self.source.withdrawn, task_ids))
+        try:
+            async with asyncio.timeout(WITHDRAWN_S):
+                return await asyncio.to_thread(self.source.withdrawn, task_ids)
+        except TimeoutError:
+            raise TaskError(
+                "the task source does not say which tasks are withdrawn",
+                f"`withdrawn` of {type(self.source).__name__} has not returned within {WITHDRAWN_S:g} s",
+                hint="give what it waits for a shorter deadline",
+            ) from None

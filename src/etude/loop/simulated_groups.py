@@ -150,7 +150,12 @@ class SimulatedGroups:
         await self.windows.storage(self._rewards.recall, self.windows.ledger, step)
         self._scorer.begin(step)
         terms = self._rewards.at(step).terms
-        await asyncio.gather(*(self._scorer.measure(group_id, terms) for group_id in wanted))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for group_id in wanted:
+                    tasks.create_task(self._scorer.measure(group_id, terms), name=f"measure {group_id}")
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from None
 
     async def withdrawn(self, rollout_ids: Sequence[str]) -> list[str]:
         """Return the ids of those rollouts whose tasks the source has withdrawn."""

@@ -50,6 +50,10 @@ class Cache(Protocol):
         """Whether a model with latent attention should pass latents to `attend`, instead of the keys and values that
         are computed from them."""
 
+    @property
+    def chooses_keys(self) -> bool:
+        """Whether `attend` may leave out keys that an indexer (`AttentionOptions.index`) does not choose."""
+
     def attend(
         self,
         layer: int,
@@ -83,6 +87,7 @@ class Packed:
     """
 
     compressed = False  # nothing is stored, and products of narrow heads cost less
+    chooses_keys = True
 
     def __init__(self, lengths: Sequence[int], operators: Operators, *, device: torch.device | str = "cpu") -> None:
         if not lengths or min(lengths) < 1:
@@ -138,6 +143,7 @@ class PackedTree:
     """
 
     compressed = False  # as in `Packed`
+    chooses_keys = True
 
     def __init__(
         self,

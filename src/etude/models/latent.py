@@ -103,7 +103,7 @@ class LatentAttention(nn.Module):
         `q_NQ`: the latents of the queries. Of the choice there is no gradient."""
         of, ops, n = self.latent.indexer, self.operators, len(x_ND)
         stores_or_unknown = cache.compressed or cache.positions.device.type != "cpu"
-        if of is None or not ops.has_attention_options:
+        if of is None or not ops.has_attention_options or not cache.chooses_keys:
             return None
         if not stores_or_unknown and int(cache.positions.max()) < of.top_k:
             return None

@@ -283,8 +283,13 @@ class Operators(ABC):
         """Compute the scores of keys for an indexer's choice (`exact.options.Index`), float32 [M, T].
 
         `k_MTI`: the keys, or [T, I] if all queries have the same."""
-        dots_MJT = q_MJI @ k_MTI.mT
-        return torch.einsum("mj,mjt->mt", weights_MJ, dots_MJT.relu())
+        total_MT: torch.Tensor | None = None
+        for q_MI, w_M in zip(q_MJI.unbind(1), weights_MJ.unbind(1), strict=True):  # [M, J, T] would not fit
+            dots_MT = q_MI @ k_MTI.mT if k_MTI.dim() == 2 else (k_MTI @ q_MI[..., None])[..., 0]
+            share_MT = dots_MT.relu_() * w_M[:, None]
+            total_MT = share_MT if total_MT is None else total_MT.add_(share_MT)
+        assert total_MT is not None, "an indexer has heads"
+        return total_MT
 
     def logits(self, x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
         """Compute the logits of the output head, [R, V]. This product is never quantised."""

@@ -276,6 +276,10 @@ class EpisodeWriter:
     path: str
 
     @property
+    def payer(self) -> str:
+        return ""
+
+    @property
     def max_attempts(self) -> int:
         """How many summaries may be sampled now. At least one turn of the episode is left for the agent's next
         request."""

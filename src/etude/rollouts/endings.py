@@ -84,10 +84,14 @@ def status_in(data: bytes, field: str) -> str:
 
 def read_regular(path: Path) -> bytes:
     """Read a file of a program. Raises `OSError`, and `ValueError` for a large file and one that is not regular."""
-    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError("it is not a regular file")
-        data = file.read(MAX_STATUS_BYTES + 1)
+        with open(descriptor, "rb", closefd=False) as file:
+            data = file.read(MAX_STATUS_BYTES + 1)
+    finally:
+        os.close(descriptor)
     if len(data) > MAX_STATUS_BYTES:
         raise ValueError(f"it has more than {MAX_STATUS_BYTES} bytes")
     return data

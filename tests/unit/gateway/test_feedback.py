@@ -167,7 +167,7 @@ def test_an_error_has_its_status_and_names_the_field(tmp_path: Path) -> None:
 
 def test_signals_do_not_count_for_the_limits_of_a_key_and_are_in_the_metrics(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
-    keys = Keys({"acme": limits("a" * 20, requests_per_minute=1, tokens_per_day=1)})
+    keys = Keys({"acme": limits("a" * 20, requests_per_minute=1, tokens_per_day=2000)})
 
     async def work() -> None:
         writer = FeedbackWriter(tmp_path / "f.sqlite")

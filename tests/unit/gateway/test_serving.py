@@ -21,6 +21,7 @@ from tests.unit.harness.tokeniser import laptop_chat, laptop_tokenizer
 from etude import grammars
 from etude.errors import ConfigError
 from etude.gateway import GatewayConfig, KeyLimits, Keys, RequestRefused, ServedModel, create_app, serving
+from etude.gateway.access_log import Metrics, Record
 from etude.harness import standard_tools
 from etude.records import Completion, CompletionRequest
 from etude.testing import ScriptedEngine, StreamingPolicy
@@ -452,6 +453,17 @@ def test_reasoning_that_is_cut_off_is_reasoning(cut: int) -> None:
             assert "".join([c.choices[0].delta.content or "" async for c in stream]) == ""
 
     run(work)
+
+
+def test_a_request_that_has_ended_reserves_no_more_for_a_summary_that_goes_on() -> None:
+    key = Keys({"me": limits("k", tokens_per_day=100)}).find(b"k")
+    record = Record("POST", "chat", key=key)
+    record.spent.key = key
+    record.spent.reserve(60)
+    record.end(499, Metrics())
+    record.spent.reserve(90)
+    assert (key.num_tokens, key.num_reserved) == (0, 0)
+    key.reserve(100)
 
 
 def test_each_dialect_counts_the_tokens_of_reasoning() -> None:

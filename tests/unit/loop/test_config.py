@@ -11,7 +11,9 @@ from etude.config import build, leaves, to_toml
 from etude.errors import ConfigError, Exit, LedgerError, RunError
 from etude.experience import Ledger
 from etude.loop.config import RunConfig, config_to_resume, read_config
+from etude.loop.limits import build_config
 from etude.loop.preflight import check_ledger
+from etude.numerics.config import Quantise
 from etude.run import RunFolder
 
 GIVEN = {"seed": 3, "rl": {"steps": 7}}
@@ -234,3 +236,8 @@ def test_weights_that_engines_cannot_hold_bit_by_bit_are_refused() -> None:
     for engine, learner in (("bfloat16", whole), ("float16", {})):
         with pytest.raises(ConfigError, match="cannot be represented exactly"):
             build(RunConfig, {"numerics": native, "learner": learner, "engine": {"dtype": engine}})
+
+
+def test_a_learner_of_several_ranks_may_quantise() -> None:
+    config = build_config({"learner": {"ranks": 2}, "numerics": {"quantise": "mxfp8"}})
+    assert (config.learner.ranks, config.numerics.quantise) == (2, Quantise.MXFP8)

@@ -11,6 +11,7 @@ import pytest
 from tests.small_rollouts import Kit
 
 from etude.errors import DeadlineExceeded, EngineBehind, EtudeError
+from etude.loop import evaluation
 from etude.loop.adjustable_semaphore import Limit
 from etude.loop.config import RunConfig
 from etude.loop.evaluation import run_all
@@ -18,7 +19,8 @@ from etude.loop.rollout_result import RolloutResult
 from etude.loop.rollout_scheduler import run_once
 from etude.loop.rpc import ProcessLost
 from etude.records import Invalid, RolloutSpec
-from etude.records.rollout import Boundary
+from etude.records.reward import Term
+from etude.records.rollout import Boundary, Graded, Trust
 from etude.telemetry import Telemetry, read_events
 from etude.testing import FakeRunProcesses
 
@@ -71,3 +73,23 @@ def test_a_rollout_that_cannot_be_played_again_and_again_is_invalid_and_ends_no_
     assert isinstance(outcome, Invalid)
     assert (outcome.boundary, outcome.reason) == (boundary, error.what)
     assert tries == list(range(config.experience.max_attempts))
+
+
+def test_a_term_that_fails_after_a_long_wait_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "AGAIN_S", 0.01)
+    term: Any = SimpleNamespace(name="style", retry_s=0.05)
+    calls = 0
+
+    class Processes:
+        async def measure(self, terms: Any, summaries: Any, graded: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            await asyncio.sleep(0.1 if calls == 1 else 0)  # longer than `retry_s`
+            value = None if calls == 1 else 1.0
+            return [[SimpleNamespace(term=Term(name="style", value=value, version="1"), retry=calls == 1)]]
+
+    processes: Any = Processes()
+    (one,) = asyncio.run(
+        evaluation._measured(processes, [term], [], [Graded.of(1.0, trust=Trust.DATA, reason="all pass")])
+    )
+    assert (calls, one.values["style"]) == (2, 1.0)

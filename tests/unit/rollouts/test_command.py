@@ -29,7 +29,7 @@ from etude.records import Completion, CompletionRequest
 from etude.records.command import ExecResult
 from etude.records.rollout import Ending
 from etude.rollouts import command as commands
-from etude.rollouts.endings import status_in
+from etude.rollouts.endings import read_regular, status_in
 from etude.rollouts.logs import read_logs, write_log
 from etude.testing import EnginePolicy, MemoryMachine, ScriptedEngine
 
@@ -210,7 +210,7 @@ def test_a_status_that_a_program_writes_decides_the_ending(written: str, code: i
         ("", "FileNotFoundError"),
         ("os.mkfifo('last.json')", "not a regular file"),
         ("os.symlink('/etc/hostname', 'last.json')", "OSError"),
-        ("os.mkdir('last.json')", "IsADirectoryError"),
+        ("os.mkdir('last.json')", "not a regular file"),
         ("open('last.json', 'wb').truncate(65 << 20)", "it has more than"),
     ],
 )
@@ -218,6 +218,14 @@ def test_a_program_without_a_readable_status_has_not_submitted(script: str, said
     run = play(script, settings={"status": STATUS, "endings": ENDINGS})
     assert run.ending is Ending.STOPPED, run.log.decode()
     assert said in run.log.decode()
+
+
+def test_a_status_that_is_a_folder_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(ValueError, match="not a regular file"):
+            read_regular(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_limit_of_the_run_comes_before_the_status() -> None:

@@ -135,6 +135,12 @@ class Tree:
                     f"its target {existing} is not a file",
                     hint="correct this path in the image's source, then build again",
                 )
+            if existing.startswith(f"{path}/"):
+                raise BadSource(
+                    f"the hard link {path} is invalid",
+                    f"it would replace the folder of its target {existing}",
+                    hint="correct this path in the image's source, then build again",
+                )
             parent, name = self._parent(path)
             if _same(_lstat(name, parent), found):
                 return

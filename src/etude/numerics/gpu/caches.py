@@ -17,6 +17,7 @@ class PackedTokens:
     """A `Cache` for several full sequences, packed one after another: each attends only within itself."""
 
     compressed = True  # latents, as in an engine's cache: the same sums
+    chooses_keys = False
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str) -> None:
         self.positions = torch.cat([torch.arange(n, device=device) for n in lengths])
@@ -71,6 +72,7 @@ class PagedTokens:
     """A `Cache` for one engine step over `Pages`: decoding rows and chunks of prompts, in any mix."""
 
     compressed = True
+    chooses_keys = False
 
     def __init__(self, memory: Pages, rows: Sequence[SequenceRows]) -> None:
         device = memory.keys.device

@@ -62,6 +62,7 @@ class ContextParallelCache:
     """A `Cache` of packed texts of which this rank has a part. Each layer gathers keys and values of all ranks."""
 
     compressed = True  # latents are smaller than keys and values
+    chooses_keys = True
 
     def __init__(self, lengths: Sequence[int], operators: Operators, mesh: Mesh) -> None:
         self._lengths, self._causal, self._mesh = list(lengths), operators.causal_attention(), mesh

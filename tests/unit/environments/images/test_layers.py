@@ -136,6 +136,7 @@ ENTRIES = st.lists(
 @given(ENTRIES)
 @example([("a", "a"), ("a/.wh..wh..opq", None)])
 @example([("a", b""), special("a/b", tarfile.LNKTYPE, "a")])
+@example([("a/b", b""), ("a/c", b""), special("a", tarfile.LNKTYPE, "a/b")])
 def test_any_layer_is_applied_inside_or_refused(tmp_path_factory, entries):
     root = tmp_path_factory.mktemp("case") / "root"
     root.mkdir()
