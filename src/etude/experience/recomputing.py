@@ -63,7 +63,8 @@ def recorded_composition(rewards: Mapping[str, Any], default: Composition) -> Co
 
     `rewards` is that record. Traces of earlier versions have none; for them `default` is returned."""
     names = {field.name for field in fields(Composition)} & rewards.keys()
-    recorded = {name: tuple(rewards[name]) if name == "charges" else rewards[name] for name in names}
+    recorded: dict[str, Any] = {name: rewards[name] for name in names}
+    recorded |= {"charges": tuple(recorded.get("charges", ()))} if names else {}
     return Composition(**recorded) if names else default
 
 
