@@ -370,6 +370,7 @@ def test_a_step_and_a_branch_of_a_run_are_served_by_name(circle: Path, cli_in: C
             for name in ("last", "tiny@trial"):
                 answer = client.completions.create(model=name, prompt="def f", max_tokens=4, seed=7)
                 assert (answer.model, answer.usage.completion_tokens > 0) == (name, True)
+                assert answer.system_fingerprint == str(last if name == "last" else first)
         server.send_signal(signal.SIGINT)
         assert server.wait(300) == 0
     finally:

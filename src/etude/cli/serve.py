@@ -220,7 +220,7 @@ def _version(source: ModelSource, path: Path, version: str, exported: Path) -> t
         found, out = find(store, version).version, exported / f"{len(list(exported.iterdir()))}"
         dtype = "bf16" if source.engine.dtype is ComputeDtype.BFLOAT16 else "f32"
         export_version(open_run(path), int(version), out, dtype=dtype, log=partial(print, file=sys.stderr))
-        return source._replace(checkpoint=out, store=None), f"{source.name}: {found}"
+        return source._replace(checkpoint=out, store=None, version=found), f"{source.name}: {found}"
     named = branch_version(store, CHANNEL, version)
     if named is None:
         known = sorted(list_branches(store, CHANNEL))

@@ -89,8 +89,10 @@ class KeyUse:
             facts = f"{used} are used, {self.num_reserved} reserved for running requests, and this one may take"
             facts += f" {num_tokens}"
             waits = used + num_tokens <= limit
-            hint = "try again when those have ended" if waits else "ask for a shorter answer, or wait for the next day"
-            hint += " (retry-after has the seconds)" * (not waits)
+            hint = "ask for a shorter answer, or wait for the next day (retry-after has the seconds)"
+            if num_tokens > limit:
+                hint = "ask for a shorter answer, or raise tokens_per_day in the file of keys: a day has fewer tokens"
+            hint = "try again when those have ended" if waits else hint
             retry_s = 1.0 if waits else self._day_ends - now
             raise RequestRefused(429, what, facts, hint=hint, code="insufficient_quota", retry_s=retry_s)
         self.num_reserved += num_tokens

@@ -30,8 +30,14 @@ _SMALLEST: dict[str, Any] = {"integer": 1, "number": 1, "boolean": True, "array"
 
 
 def build_config(given: Mapping[str, Any]) -> RunConfig:
-    """Build the config from the user's settings, with limits filled in by `with_limits`. Raises `ConfigError`."""
-    return build(RunConfig, with_limits(given))
+    """Build the config from the user's settings, with limits filled in by `with_limits`. Raises `ConfigError`; for a
+    starting checkpoint that cannot be read, also `CheckpointError`."""
+    try:
+        return build(RunConfig, with_limits(given))
+    except ConfigError:
+        if isinstance(given.get("start"), str):
+            start_model_config(Path(given["start"]))  # without it the limits are not known: that is the error to mend
+        raise
 
 
 def with_limits(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from etude.loop.run_processes import read_url
 from etude.models.config import ModelConfig
 from etude.models.headers import check_weights, read_model_config, report_unused_layers
 from etude.numerics.config import NumericsConfig
+from etude.records import Version
 from etude.run import RunFolder
 from etude.scratch import ScratchDirectory
 from etude.seams import AnswerRecorder, FeedbackReceiver
@@ -46,6 +47,7 @@ class ModelSource(NamedTuple):
     - `checkpoint`: a Hugging Face directory.
     - `store`: the store of a run whose newest weights are served; None: the checkpoint's own weights. `branch`: serve
       the version of this branch instead of the newest.
+    - `version`: the published version whose weights the checkpoint has, if no store is followed.
     - `summaries`: how the model was trained to summarise long conversations; None: it was not.
     - `numerics`, `engine`: the settings of its engine, except for the context, which is that of the model."""
 
@@ -56,6 +58,7 @@ class ModelSource(NamedTuple):
     numerics: NumericsConfig
     engine: EngineConfig
     branch: str = ""
+    version: Version | None = None
 
 
 @contextlib.asynccontextmanager
@@ -108,6 +111,8 @@ async def model_of_checkpoint(
         argv += ["--ready-file", str(ready_file)] + (["--store", str(store), *poll_arguments(store)] if store else [])
         argv += ["--public-key", public_key.hex()] if public_key and store else []
         argv += ["--branch", source.branch] if source.branch and store else []
+        if (version := source.version) is not None:
+            argv += ["--version", f"{version.step}/{version.incarnation}/{version.digest}"]
         argv += replace(source.engine, context_tokens=model_config.context_tokens).arguments()
         numerics = source.numerics
         argv += ["--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]

@@ -241,3 +241,9 @@ def test_weights_that_engines_cannot_hold_bit_by_bit_are_refused() -> None:
 def test_a_learner_of_several_ranks_may_quantise() -> None:
     config = build_config({"learner": {"ranks": 2}, "numerics": {"quantise": "mxfp8"}})
     assert (config.learner.ranks, config.numerics.quantise) == (2, Quantise.MXFP8)
+
+
+def test_limits_that_a_missing_checkpoint_would_give_are_no_error_of_the_limits(tmp_path: Path) -> None:
+    given = {"start": str(tmp_path / "nowhere"), "harness": {"context_tokens": 32768}}
+    with pytest.raises(ConfigError, match="is not a checkpoint"):
+        build_config(given)
