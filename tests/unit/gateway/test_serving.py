@@ -62,11 +62,15 @@ def test_keys_have_rates_and_quotas_which_are_told_in_each_dialect() -> None:
                 await at.anthropic.messages.create(model=MODEL, max_tokens=9, messages=USER)
             assert of_anthropic.value.body["error"]["type"] == "rate_limit_error"  # type: ignore[index]
             other = at.openai.with_options(api_key="t" * 20)
-            await other.responses.create(model=MODEL, input="hi", max_output_tokens=8)
+            first = await other.responses.create(model=MODEL, input="hi", max_output_tokens=8)
+            assert first.usage is not None
+            most = 60 - first.usage.input_tokens  # as much as a day has
             with pytest.raises(openai.RateLimitError) as quota:
                 await other.responses.create(model=MODEL, input="hi", max_output_tokens=60)
             assert quota.value.code == "insufficient_quota"
-            assert "\n  hint: ask for a shorter answer, or wait for the next day" in quota.value.message
+            assert "or raise tokens_per_day in the file of keys: a day has fewer tokens" in quota.value.message
+            with pytest.raises(openai.RateLimitError, match="hint: ask for a shorter answer, or wait for the next day"):
+                await other.responses.create(model=MODEL, input="hi", max_output_tokens=most)
             assert int(quota.value.response.headers["retry-after"]) <= 86_400
             with pytest.raises(openai.AuthenticationError):
                 await at.openai.with_options(api_key="u" * 20).models.list()
