@@ -358,6 +358,9 @@ def test_a_step_and_a_branch_of_a_run_are_served_by_name(circle: Path, cli_in: C
     assert "no version '999'" in command("serve", "runs/tiny@999", "--port", "0").stderr
     mixed = command("serve", "runs/tiny@trial", "--newest", "--port", "0")
     assert "cannot be used with --fleet, --newest or --releases" in mixed.stderr
+    signed = command("serve", "runs/tiny@2", "--public-key", "ab" * 32, "--port", "0")
+    assert signed.returncode == Exit.BAD_INPUT, signed.stderr
+    assert "--public-key cannot be used with a step (@2)" in signed.stderr
     models = (f"last=runs/tiny@{last.step}", "runs/tiny@trial")
     server = command.start("serve", *models, "--port", "0", "--key", "k3y")
     try:

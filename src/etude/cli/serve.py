@@ -115,32 +115,8 @@ async def _serve(
     assert work is not None, "runs in a task"
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, work.cancel)
     sources: Sequence[ModelSource] = [parts_of(path, name) for name, (path, _) in models.items()]
-    versions = [version for _, version in models.values()]
-    if any(versions) and (fleet or args.newest or args.releases is not None):
-        raise InputError(
-            f"a version (@{next(filter(None, versions))}) cannot be used with --fleet, --newest or --releases",
-            "these say which version is served",
-            hint="remove the version or the option",
-        )
-    if fleet and len(sources) > 1:
-        raise InputError(
-            "--fleet cannot serve several models",
-            "all engines of a fleet serve one model",
-            hint="start one gateway for each",
-        )
-    if public_key is not None and (fleet or any(source.store is None for source in sources)):
-        raise InputError(
-            "--public-key needs the weights of a run",
-            "the engines of a fleet have their own" if fleet else "a checkpoint has no signature",
-            hint="remove --public-key",
-        )
+    _refuse_together(sources, [version for _, version in models.values()], args)
     router, lines = None, tuple[str, ...]()
-    if args.newest and (fleet or args.releases is not None):
-        raise InputError(
-            f"--newest cannot be used with {'--fleet' if fleet else '--releases'}",
-            "the engines of a fleet serve the newest version" if fleet else "the releases decide which versions serve",
-            hint="remove --newest",
-        )
     if args.releases is not None:
         sources = _versions(sources, fleet)
         if not args.releases.is_file():
@@ -174,6 +150,41 @@ async def _serve(
         for line in filter(None, lines):
             print(f"  {line}", flush=True)
         await forever()
+
+
+def _refuse_together(sources: Sequence[ModelSource], versions: Sequence[str], args: argparse.Namespace) -> None:
+    """Raise `InputError` for options that cannot be used together, or not with these models."""
+    fleet: str | None = args.fleet
+    if any(versions) and (fleet or args.newest or args.releases is not None):
+        raise InputError(
+            f"a version (@{next(filter(None, versions))}) cannot be used with --fleet, --newest or --releases",
+            "these say which version is served",
+            hint="remove the version or the option",
+        )
+    if fleet and len(sources) > 1:
+        raise InputError(
+            "--fleet cannot serve several models",
+            "all engines of a fleet serve one model",
+            hint="start one gateway for each",
+        )
+    if args.public_key is not None and (fleet or any(source.store is None for source in sources)):
+        raise InputError(
+            "--public-key needs the weights of a run",
+            "the engines of a fleet have their own" if fleet else "a checkpoint has no signature",
+            hint="remove --public-key",
+        )
+    if args.public_key is not None and (steps := [version for version in versions if version.isdecimal()]):
+        raise InputError(
+            f"--public-key cannot be used with a step (@{steps[0]})",
+            "branches and the newest version are signed, steps are not",
+            hint="point a branch at the version and serve it (RUN@BRANCH), or remove --public-key",
+        )
+    if args.newest and (fleet or args.releases is not None):
+        raise InputError(
+            f"--newest cannot be used with {'--fleet' if fleet else '--releases'}",
+            "the engines of a fleet serve the newest version" if fleet else "the releases decide which versions serve",
+            hint="remove --newest",
+        )
 
 
 def _versions(sources: Sequence[ModelSource], fleet: str | None) -> list[ModelSource]:
