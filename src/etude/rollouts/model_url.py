@@ -12,7 +12,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -247,7 +247,7 @@ class UrlEpisode(Episode):
         in_reasoning: bool | None,
     ) -> Completion:
         fields = {name: getattr(request, name) for name in CompletionRequest.__struct_fields__}
-        text = TextRequest(**fields, messages=tuple(messages), tools=tuple(map(dict, tools)))
+        text = TextRequest(**fields, messages=tuple(_as_sent(messages)), tools=tuple(map(dict, tools)))
         return await super()._complete(text, messages, tools, stops=stops, in_reasoning=in_reasoning)
 
     def _parse(self, completion: Completion, signatures: Mapping[str, Signature], *, strict: bool) -> Reply:
@@ -264,6 +264,15 @@ class UrlEpisode(Episode):
                 return Reply(answer.text, error=call)
             calls.append(call)
         return Reply(answer.text, tuple(calls))
+
+
+def _as_sent(messages: Sequence[Message]) -> Iterator[Message]:
+    """The messages, with errors of malformed calls as messages of the user: servers refuse results without a call."""
+    called = set[str]()
+    for message in messages:
+        called.update(call["id"] for call in message.get("tool_calls") or ())
+        alone = message["role"] == "tool" and message.get("tool_call_id") not in called
+        yield {"role": "user", "content": message.get("content")} if alone else message
 
 
 def _innermost(policy: object) -> UrlPolicy:
