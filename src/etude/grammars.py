@@ -130,8 +130,7 @@ def from_tool_calls(
 
 
 def with_answer(calls: str, schema: Mapping[str, Any] | bool) -> str:
-    """Return the grammar of a completion that is either a text of the grammar `calls` or JSON that is valid under a
-    schema.
+    """Return the grammar of a completion that the grammar `calls` matches, or that is JSON valid under a schema.
 
     `calls`: a grammar of kind "lark" whose first line is its rule `start`, as `from_tool_calls` makes it. Raises
     `GrammarError` for another grammar, and for a schema that no JSON fulfils.

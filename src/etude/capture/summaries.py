@@ -1,8 +1,8 @@
-"""Summaries of conversations that clients send in full with each request, by the rules of `etude.capture.context`.
+"""Summarises conversations that clients send in full with each request, by the rules of `etude.capture.context`.
 
 Clients do not know of summaries. So the tree of turns is searched for a summary of the beginning of the conversation.
 If there is one, it replaces that beginning. If a further summary is due, the model writes it first. All summaries can
-be made again from the messages alone, at the same places."""
+be sampled again from the messages alone, at the same positions."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _TOO_MANY = 1 << 40  # tokens of a prompt that certainly does not fit
 class Writer(Protocol):
     """The interface through which `Summaries` counts tokens and samples summaries for one request of a client.
 
-    `max_attempts`: how many summaries may be sampled now; 0: none. `payer`: whose quota counts their tokens, "" without
-    quotas; only requests of one payer share a summary that is being written."""
+    `max_attempts`: how many summaries may be sampled now; 0: none. `payer`: the name of the API key whose quota counts
+    their tokens, "" without quotas; only requests of one payer share a summary that is being written."""
 
     @property
     def max_attempts(self) -> int: ...
@@ -56,7 +56,7 @@ class Writer(Protocol):
     async def ask(self, messages: list[Message], attempt: int) -> tuple[Node, ParsedReply]:
         """Sample a summary, record it as a turn of kind SUMMARY, and return (its node, the parsed completion).
 
-        `attempt`: how often a summary of the same messages was requested before."""
+        `attempt`: how often a summary of the same messages was sampled before."""
         ...
 
     async def carry(self, summary: str, number: int, covered: Sequence[Message]) -> Carried:
@@ -153,7 +153,7 @@ class Summaries:
         return None
 
     def _known(self, key: bytes) -> Kept | SummaryFault | None:
-        """Return the stored summary of a beginning, or why it was refused; None when none was asked for."""
+        """Return the stored summary of a beginning, or why it was refused; None if none was requested."""
         node, kept = self._stored.get(key, (None, None))
         return kept if node is not None and node in self._tree else None
 

@@ -51,7 +51,7 @@ _LAST = ("submit", "finish", "done", "exit", "complete", "attempt_completion", "
 _asked: contextvars.ContextVar[tuple[str, Mapping[str, Signature]]] = contextvars.ContextVar("the running request")
 
 Answer = Callable[[str, Mapping[str, Signature]], str | Call]
-"""Gives a model's answer to the last message of a request and its tools by name."""
+"""Returns the model's answer, given the last message of a request and its tools by name."""
 
 
 def check(args: argparse.Namespace) -> int:
@@ -163,9 +163,9 @@ class ObservedEpisode(Episode):
         return turn
 
     def _goes_on(self, asked: list[Message], turn: ModelTurn) -> tuple[int, bool]:
-        """Return `num_resampled` and `broken` of `Observed`. A conversation that goes on from a summary is whole.
+        """Return `num_resampled` and `broken` of `Observed`. One that continues from a summary is not broken.
 
-        A new root goes on with an earlier conversation if it has messages of the model that no earlier request has
+        A new root continues an earlier conversation if it has messages of the model that no earlier request has
         (others are examples in the prompt), or all messages of an earlier request and more."""
         if turn.node.parent is not None:
             return turn.num_resampled, False
@@ -235,7 +235,7 @@ class Problem:
 
 
 def _problems(episode: ObservedEpisode, run: AgentRun) -> Iterator[Problem]:
-    """Yield what keeps the program from being trained well."""
+    """Yield the problems that prevent or impair training."""
     if not episode.observed and not episode.refused:
         hint = "it must use OPENAI_BASE_URL or ANTHROPIC_BASE_URL of its environment; its log is above"
         yield Problem("the program sent no request to the model, so nothing would be trained", hint)
@@ -252,7 +252,7 @@ def _problems(episode: ObservedEpisode, run: AgentRun) -> Iterator[Problem]:
 
 
 def _refused(episode: ObservedEpisode) -> Iterator[Problem]:
-    """Yield the refused requests by status, path and message. Of those to shorten a context the ending tells."""
+    """Yield the refused requests by status, path and message. Those for a full context are left to `_ending`."""
     late = 0
     for one, count in episode.refused.items():
         if one.code == ENDED:
@@ -287,7 +287,7 @@ def _rewritten(observed: Sequence[Observed]) -> Iterator[Problem]:
         starts = {one.turn.node.start for one in roots}
         hint = " ".join(text for start, text in _WHY.items() if start in starts)
         what = f"turns {numbers} do not continue any earlier turn of the model{tokenised}"
-        yield Problem(what, f"{hint} Each such request is a conversation of its own")
+        yield Problem(what, f"{hint} Each such request begins a new conversation")
     elif again:
         numbers = [one.turn.node.number for one in observed if one.num_resampled]
         hint = "the program changes or drops an earlier message; send the conversation as it was"

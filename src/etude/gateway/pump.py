@@ -26,8 +26,9 @@ _MAX_QUEUED = 64  # parts of a stream that wait for a client that reads slowly
 
 
 class EventPump:
-    """Samples the answers to one request in an asyncio task, and queues a bounded number of parts. They become events
-    when the response takes them: tokens that came since the last event are sent as one.
+    """Samples the answers to one request in an asyncio task, and puts their parts into a bounded queue.
+
+    The response turns the queued parts into events: tokens that arrived since the last event are sent as one.
 
     - `parts`: what `ServedModel.stream` returns.
     - `stream`: turns the parts into events.
@@ -60,8 +61,8 @@ class EventPump:
     async def events(self, end: float, ping_s: float, late: RequestRefused) -> AsyncIterator[bytes]:
         """Yield the events that follow those that the method `first` returned, until the response is complete.
 
-        `end`: the latest time of the end, as `time.perf_counter` counts. If it is reached, the error `late` is sent as
-        the last event. `ping_s`: after so many seconds without an event, a keep-alive event is sent. Errors of the
+        `end`: the deadline, on the clock `time.perf_counter`. If it is reached, the error `late` is sent as
+        the last event. `ping_s`: seconds without an event after which a keep-alive event is sent. Errors of the
         sampling are not raised, but sent as the last event."""
         while True:
             wait_s = min(ping_s, end - time.perf_counter())

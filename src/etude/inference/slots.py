@@ -139,7 +139,7 @@ class SlotTable:
         return np.where(self.held <= shared, np.maximum(self.held, self._cut(shared)), self._cut(shared))
 
     def _cut(self, num_tokens: I64) -> I64:
-        """Return the most tokens, at most as many as given, with which another sequence can begin."""
+        """Round numbers of tokens down to lengths of prefixes with which another sequence can begin."""
         return num_tokens // self._grain * self._grain
 
     def longest(self, slot: Slot | None, ids: I32, shared: I64) -> Prefix:

@@ -26,7 +26,7 @@ from etude.rollouts.view import turn_tokens, view_turns
 from etude.run import RunFolder
 
 REPORTED_STEPS, REPORTED_BYTES = 8, 256 << 20
-"""So many of the last steps are searched for a group with a sample, in traces of at most so many bytes."""
+"""How many of the last steps are searched for a group with a sample, and the maximum size of a trace, in bytes."""
 
 
 @dataclass(frozen=True)

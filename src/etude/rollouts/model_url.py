@@ -31,9 +31,9 @@ from etude.records.view import TurnView
 from etude.records.wire import I32
 
 ANSWER_S = 600.0
-"""The longest time of one answer in seconds."""
+"""The maximum time of one answer, in seconds."""
 PATIENCE_S = 120.0
-"""For so many seconds a request is repeated if the server does not respond, or refuses it for now (429, 5xx)."""
+"""How long, in seconds, a request is retried if the server does not respond, or refuses it temporarily (429, 5xx)."""
 SMALLER_TURNS = (1024, 256, 64)
 """If a server refuses a request because its context is too small, these smaller limits of sampled tokens are tried."""
 MAX_ANSWER_BYTES = 16 << 20
@@ -50,7 +50,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     - `model`: the model's name on the server. `dialect`: "chat" (OpenAI's chat completions) or "messages"
       (Anthropic's).
     - `key_variable`: the environment variable with the API key; "": none is sent.
-    - `parallel`: how many requests run at the same time, at most."""
+    - `parallel`: the maximum number of requests that run at the same time."""
 
     url: str
     model: str
@@ -92,7 +92,7 @@ class TextRequest(CompletionRequest, frozen=True, kw_only=True):
 
 
 class UrlPolicy:
-    """A `Policy` that asks a server at a URL. It accepts only a `TextRequest`, which `UrlEpisode` makes.
+    """A `Policy` that samples at a server with a URL. It accepts only a `TextRequest`, which `UrlEpisode` makes.
 
     Connections belong to the event loop of the first call."""
 
@@ -111,7 +111,7 @@ class UrlPolicy:
             await session.close()
 
     async def complete(self, request: CompletionRequest) -> Completion:
-        """Ask the server, and return its answer as a completion whose tokens are bytes.
+        """Send a request to the server, and return its answer as a completion whose tokens are bytes.
 
         Raises `ContextFull` for a conversation that is too long for the server, and `EngineError` for one that does not
         answer in time or refuses the request."""
@@ -300,7 +300,7 @@ def write_endpoint(folder: Path, endpoint: Endpoint) -> None:
 
 
 def write_byte_tokeniser(folder: Path) -> None:
-    """Write a tokeniser of bytes and its chat template into a run folder.
+    """Write a byte-level tokeniser (a token is a byte) and its chat template into a run folder.
 
     Rollouts that no checkpoint sampled, such as those of a model at a URL, are recorded with them."""
     tokeniser = folder / "tokenizer"

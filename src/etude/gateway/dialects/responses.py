@@ -150,7 +150,7 @@ def read(data: bytes) -> ChatRequest:
     if isinstance(choice, _Choice):
         if choice.type not in ("function", "custom", "allowed_tools"):
             hint = "send auto, none, required, or an object of type function, custom or allowed_tools"
-            what = f"tool_choice of type {choice.type[:100]!r} is not offered"
+            what = f"tool_choice of type {choice.type[:100]!r} is not supported"
             raise invalid_request(what, hint=hint, param="tool_choice")
         chosen = choice.tools if choice.type == "allowed_tools" else [choice]
         only = [function_name(one.namespace, one.name) for one in chosen]
@@ -250,7 +250,7 @@ def _message(item: _Item, where: str) -> KeptMessage:
         message = {"role": "tool", "content": _text(item.output, f"{where}.output"), "tool_call_id": item.call_id}
     else:
         hint = "send messages, reasoning, and calls of functions and custom tools with their outputs"
-        raise invalid_request(f"an item of type {kind[:100]!r} is not offered by this model", hint=hint, param=where)
+        raise invalid_request(f"an item of type {kind[:100]!r} is not supported by this model", hint=hint, param=where)
     return KeptMessage(message)
 
 
