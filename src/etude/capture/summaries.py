@@ -145,7 +145,7 @@ class Summaries:
     def _longest_known(self, keys: Sequence[bytes]) -> tuple[int, Kept] | None:
         """Return (number of messages that it replaces, stored summary) of the longest beginning with one, or None.
 
-        `keys`: of all beginnings of a conversation."""
+        `keys`: the digests of all prefixes of a conversation."""
         for i in range(len(keys) - 1, -1, -1):
             if isinstance(kept := self._known(keys[i]), Kept):
                 self._tree.touch(self._stored[keys[i]][0])
@@ -162,7 +162,7 @@ class Summaries:
         self._stored[key] = node, kept
 
     async def _once(self, key: bytes, work: _Work, stop: int) -> tuple[Kept | SummaryFault, tuple[Node, ...]]:
-        """Write a summary, or wait for the same one of another request. Only the first gets the sampled turns."""
+        """Write a summary, or wait until another request has written it. Only the writer gets the sampled turns."""
         at = (work.writer.payer, key)
         running = self._running.get(at)
         first = running is None
@@ -219,7 +219,7 @@ class _Running:
 
 
 class _Work:
-    """One conversation after its last known summary, and where the next one is due."""
+    """Finds the position of the next summary in one conversation, after its last known summary."""
 
     def __init__(
         self,

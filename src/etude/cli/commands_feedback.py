@@ -32,7 +32,10 @@ def add_feedback_commands(commands: Commands[Parser]) -> None:
 def add_feedback(serve: Parser) -> None:
     """Add the arguments of ``etude serve`` for feedback."""
     serve.add_argument(
-        "--feedback", type=Path, metavar="FILE", help="accept signals about answers (POST /v1/feedback) and store them in this file"
+        "--feedback",
+        type=Path,
+        metavar="FILE",
+        help="accept signals about answers (POST /v1/feedback) and store them in this file",
     )
     _add_limits(serve, "feedback-")
 

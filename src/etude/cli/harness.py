@@ -93,7 +93,7 @@ def _read_answers(path: Path) -> list[str | Call]:
 
 
 def _small_chat(task: Task, folder: Path) -> ChatFormat:
-    """Make a chat format of etude's for a config without a starting checkpoint."""
+    """Make etude's chat format with a small tokeniser, for a config without a starting checkpoint."""
     from etude.training.tokenizer import train_tokenizer
 
     texts, template = [task.instruction, *task.files.values()], chat_template()
@@ -192,13 +192,13 @@ class ScriptedModel:
 
 
 def _in_order(answers: Sequence[str | Call]) -> Answer:
-    """Return the answers one after another, then "ok"."""
+    """Return a model that gives the answers one after another, then "ok"."""
     left = iter(answers)
     return lambda last, signatures: next(left, "ok")
 
 
 def _first_tool() -> Answer:
-    """Call the first tool of the first request that has tools; then a tool that ends the agent, or say "ok"."""
+    """Return a model that calls the first tool, then one that ends the agent (such as `submit`), or answers "ok"."""
     called = False
 
     def answer(last: str, signatures: Mapping[str, Signature]) -> str | Call:
@@ -278,7 +278,7 @@ _HINTS = {
 
 
 def _rewritten(observed: Sequence[Observed]) -> Iterator[Problem]:
-    """Yield the turns whose requests repeat a conversation, but not as the model has read and sampled it."""
+    """Yield a problem if requests repeat a conversation in another form than the model has read and sampled it."""
     again = sum(one.num_resampled for one in observed)
     tokenised = f" ({again} sampled {'reply' if again == 1 else 'replies'} tokenised again)" if again else ""
     roots = [one for one in observed if one.broken]

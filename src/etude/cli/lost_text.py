@@ -31,7 +31,7 @@ def lost_parts(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], 
 
 
 class _Read:
-    """The text that the model read, in the forms in which texts are looked for."""
+    """The text that the model read, normalised for searches."""
 
     def __init__(self, rendered: str) -> None:
         once = _unescaped(rendered)

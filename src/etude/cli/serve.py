@@ -201,7 +201,7 @@ def _versions(sources: Sequence[ModelSource], fleet: str | None) -> list[ModelSo
 
 def _stable(source: ModelSource, *, newest: bool) -> tuple[ModelSource, str]:
     """Return a model to serve with the branch `stable` of its run, if it has one, and a line that says which version
-    is served; "" for a model without such a branch. `newest`: serve the newest version nevertheless."""
+    is served; "" for a model without such a branch. `newest`: serve the newest version in any case."""
     if source.store is None:
         return source, ""
     store = open_store(str(source.store), readonly=True)

@@ -332,7 +332,7 @@ class ServedModel:
         )
 
     def _in_reasoning(self, pending: PendingRequest) -> bool | None:
-        """Whether the answer begins with reasoning, for an answer that may have stop texts. None: it has none."""
+        """Whether the answer begins with reasoning (only needed for stop texts). None: it has no reasoning."""
         if pending.signatures is None or not pending.parsed.stop:
             return None
         return self.chat.in_reasoning(pending.request.prompt_ids)
@@ -396,7 +396,7 @@ class ServedModel:
 
     @asynccontextmanager
     async def _running_slot(self) -> AsyncIterator[None]:
-        """Wait for a running slot; refuse the request (429) when the queue is full."""
+        """Hold one of `max_running` slots while the block runs. Refuses the request (429) if too many wait."""
         if self._running.locked() and self._num_waiting >= self.config.max_waiting:
             facts = f"{self._num_waiting} wait for one of {self.config.max_running} running slots"
             what, hint = "too many requests are waiting", "try again after the seconds in retry-after"
@@ -415,5 +415,5 @@ class ServedModel:
 
 
 def _least_tokens(parsed: ChatRequest) -> int:
-    """Return how many tokens the answer needs: what the client asked for, unless that may be lowered."""
+    """Return the minimum number of tokens for the answer: what the client requested, or 1 if that may be lowered."""
     return 1 if parsed.clamp else parsed.max_tokens or 1

@@ -97,9 +97,9 @@ class EventPump:
         return begun
 
     async def _take(self, wait_s: float) -> bytes | None:
-        """Return all events that wait, or wait for some. Return b"" if none will follow, and None if none came in time.
+        """Return all queued events, or wait for some. Return b"" if none will follow, and None after `wait_s` seconds.
 
-        Raises after the last events what the sampling raised."""
+        After the last events, the error of the sampling is raised."""
         end = time.perf_counter() + wait_s
         while True:
             if self._waiting and (events := self._taken()):
@@ -116,7 +116,7 @@ class EventPump:
                 return None
 
     def _taken(self) -> bytes:
-        """Take the parts that wait, and return their events. There may be none, when text is held back."""
+        """Empty the queue, and return the events of its parts. There may be none, when text is held back."""
         waiting, self._waiting = self._waiting, []
         self._room.set()
         events: list[bytes] = []

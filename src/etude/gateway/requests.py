@@ -226,7 +226,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "top_logprobs": (0, MAX_TOP_LOGPROBS),
     "n": (1, MAX_ANSWERS),
 }
-"""The smallest and the largest value of parameters."""
+"""The minimum and maximum of parameters."""
 SAMPLING = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_tokens")
 
 
@@ -330,7 +330,7 @@ def message_reader(
 
 @dataclass(frozen=True, slots=True)
 class _Talk:
-    """A conversation as a request sent it: its parts, which are views of the body, and its messages."""
+    """A conversation that a request sent: its parts, which are views of the body, and its messages."""
 
     parts: Sequence[msgspec.Raw]
     messages: KeptMessages
@@ -392,7 +392,7 @@ class Conversations:
         return bool(self._read(parts[-1:], len(parts) - 1))
 
     def _keep(self, beginning: _Beginning, talk: _Talk, earlier: _Talk | None) -> None:
-        """Keep a conversation, in the place of an earlier part of it."""
+        """Store a conversation. It replaces an earlier one of which it is the continuation."""
         with self._lock:
             if self._num_bytes + talk.num_bytes > self._max_bytes // 2:
                 self._older, self._recent, self._num_bytes = self._recent, {}, 0

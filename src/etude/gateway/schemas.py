@@ -55,7 +55,7 @@ def _check(schema: Any, what: str, param: str, *, compiled: bool) -> None:
 
 @lru_cache(maxsize=64)
 def _fault_of_grammar(grammar: str) -> str:
-    """Return why a grammar cannot be used; "" if it can, or if llguidance is missing here: then the engine says it."""
+    """Return why a grammar cannot be used; "" if it can. Without llguidance only the engine checks it."""
     if importlib.util.find_spec("llguidance") is None:
         return ""
     try:

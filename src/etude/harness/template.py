@@ -192,7 +192,7 @@ class _LimitExceeded(jinja2.TemplateError):
 
 
 class _Budget:
-    """What one rendering may still take: `MAX_STEPS` steps, and at most `deadline_s` seconds of CPU time."""
+    """The remaining budget of one rendering: of `MAX_STEPS` steps, and of `deadline_s` seconds of CPU time."""
 
     def __init__(self, deadline_s: float) -> None:
         self.steps = MAX_STEPS

@@ -100,7 +100,7 @@ def read_training(run: RunFolder, ledger: Ledger, row: Row, history: Sequence[Ma
 
 
 def _recorded(run: RunFolder, ledger: Ledger, row: Row) -> RecordedTree | None:
-    """Return the rollout as the trace of its step has it. None if there is no trace yet, but the rollout's file."""
+    """Return the rollout from the trace of its step; None if there is no trace yet, but the rollout's file."""
     if row.step is None:
         return None
     try:

@@ -147,7 +147,7 @@ class CommandProgram:
         limit_s: float,
         note: Any,
     ) -> None:
-        """Run the program until it ends, the episode ends, or its time is over, and set the ending."""
+        """Run the program until it exits, the episode ends or the deadline passes, and set the ending."""
         pausing: DeadlinePausingPolicy | None = None
         try:
             async with asyncio.timeout(limit_s) as limit:
@@ -315,7 +315,7 @@ class _Inside:
 
 
 async def _first(running: Any, over: asyncio.Event) -> Any:
-    """Wait for a program and return its result; None if the rollout was over `END_GRACE_S` earlier."""
+    """Wait for a program and return its result; None if it still runs `END_GRACE_S` seconds after `over` was set."""
     work, ended = asyncio.ensure_future(running), asyncio.ensure_future(over.wait())
     try:
         await asyncio.wait({work, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -337,7 +337,7 @@ async def _listener(machine: object) -> socket.socket:
 
 
 def _without_nul(text: str) -> str:
-    """Return a text that can be an argument or a variable of a process."""
+    """Return a text without NUL and lone surrogates, which arguments and environment variables cannot have."""
     return text.replace("\0", "").encode(errors="replace").decode()
 
 

@@ -132,7 +132,7 @@ class RolloutEndpoints:
         raise _no_endpoint(request.method, path, machine=self._secret is not None)
 
     def _inner_path(self, request: Request) -> str:
-        """Return the path after the identity. Raises `RequestRefused` for another rollout or a wrong secret."""
+        """Return the path without the rollout's id and secret. Raises `RequestRefused` if they are wrong."""
         path: str = request.scope["raw_path"].decode("latin-1").partition("?")[0]
         if self._secret is None:
             return path
@@ -250,7 +250,7 @@ class RolloutEndpoints:
         return await self._short_work.run(partial(self._parsed, read, body), len(body))
 
     def _parsed(self, read: Callable[[bytes], ChatRequest], body: bytes) -> ChatRequest:
-        """Parse a request. Parameters that the policy does not offer are left out, and logged with the run's own."""
+        """Parse a request. Parameters that the policy does not support are left out and logged."""
         try:
             fields = msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -376,7 +376,7 @@ async def serve_rollout(
 
 
 def _same(given: str, right: str) -> bool:
-    """Compare in constant time."""
+    """Compare two secrets in constant time."""
     return hmac.compare_digest(given.encode("latin-1", "replace"), right.encode("latin-1"))
 
 

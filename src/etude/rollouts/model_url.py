@@ -115,7 +115,7 @@ class UrlPolicy:
 
         Raises `ContextFull` for a conversation that is too long for the server, and `EngineError` for one that does not
         answer in time or refuses the request."""
-        assert isinstance(request, TextRequest), "a UrlEpisode asks"
+        assert isinstance(request, TextRequest), "requests come from a UrlEpisode"
         async with self._slots:
             answer = await self._ask(request)
         self._answers[request.request_id] = answer
@@ -153,7 +153,7 @@ class UrlPolicy:
         return msgspec.structs.replace(summary, num_sampled=total), counted
 
     async def _ask(self, request: TextRequest) -> Answer:
-        """Ask with the turn's limit of tokens, and with less where the rest of the server's context is smaller."""
+        """Send a request with the turn's token limit, then with smaller limits if the server's context is too small."""
         most = request.sampling.max_tokens
         for cap in (most, *(smaller for smaller in SMALLER_TURNS if smaller < most)):
             sampling = msgspec.structs.replace(request.sampling, max_tokens=cap)

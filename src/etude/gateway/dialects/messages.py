@@ -198,7 +198,7 @@ def _text_of(blocks: Sequence[_Block], where: str) -> str:
 
 
 def _canonical(message: _Message, where: str) -> list[Message]:
-    """Convert a message to canonical ones: results of tools are messages of their own, before the user's text."""
+    """Convert a message to `ChatRequest.messages`: each tool result is a separate message, before the user's text."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     if message.role == "assistant":
