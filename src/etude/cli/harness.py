@@ -67,7 +67,7 @@ def check(args: argparse.Namespace) -> int:
     episode, run = asyncio.run(_play(task, config.machines, config.harness, chat, answer))
     print(f"program {config.harness.program}")
     print_views([_view(str(config.tasks.source), task, run, chat)], full=False)
-    print(f"{run.tool_s:.1f} s of its own")
+    print(f"ran {run.tool_s:.1f} s, without waiting for the model")
     for line in run.log.decode(errors="replace").splitlines()[-args.lines :]:
         print(f"  | {line}".rstrip())
     problems = list(_problems(episode, run))

@@ -157,7 +157,7 @@ class CommandProgram:
         except TimeoutError:
             if not limit.expired():
                 raise
-            note(f"killed after {limit_s:g} s of its own (harness.rollout_deadline_s)")
+            note(f"killed after {limit_s:g} s without waiting for the model (harness.rollout_deadline_s)")
             episode.ending = episode.ending or Ending.DEADLINE
             return
         finally:
