@@ -46,7 +46,7 @@ class SummaryUse:
 
 @dataclass(slots=True)
 class Spent:
-    """The numbers of tokens that a request has used so far. They count even if the request ends without an answer.
+    """The numbers of tokens that a request has used so far. They count even if its answer is not complete.
 
     - `prompt`: tokens of the prompt.
     - `cached`: tokens of the prompt whose KV was reused.

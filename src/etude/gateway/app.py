@@ -209,7 +209,7 @@ class Gateway:
         return await self._recorded(request, "count_tokens", self._count_tokens)
 
     async def feedback(self, request: Request) -> Response:
-        """Answer POST /v1/feedback: accept signals about answers. Limits of the key do not count these requests."""
+        """Answer POST /v1/feedback: accept signals about answers. They do not count for the limits of the key."""
         return await self._recorded(request, "feedback", self._take_signals, limited=False)
 
     async def _take_signals(self, request: Request, record: Record) -> Response:

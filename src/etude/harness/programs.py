@@ -60,7 +60,7 @@ async def run_program(episode: Episode) -> AgentRun:
     """Run the agent program that the config names (`harness.program`) to its end.
 
     Raises `ChatError` for a chat template, `ConfigError` for a command, and `PluginError` for a plug-in that cannot be
-    used, so that the user must fix it."""
+    used: the user must fix it."""
     plugin = episode.limits.program
     if not isinstance(plugin, Plugin):
         return await _run_to_end(episode, run_agent(episode))

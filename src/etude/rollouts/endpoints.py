@@ -72,7 +72,7 @@ _KEPT = {
     *("messages", "input", "system", "instructions", "model", "tools", "mcp_servers", "stream", "max_tokens"),
     *("max_completion_tokens", "max_output_tokens", "previous_response_id", "conversation", "prompt"),
 }
-"""Parameters whose refusal by a dialect refuses the request. All others are then left out and logged."""
+"""If a dialect refuses one of these parameters, the request is refused. All others are then left out and logged."""
 
 
 class RolloutEndpoints:

@@ -174,7 +174,7 @@ def run_here(argv: list[str]) -> None:
 
 
 def exit_code(value: object) -> int:
-    """Return the exit code of an interpreter that ends with ``SystemExit(value)``. Prints the value if it is a text."""
+    """Return an interpreter's exit code for ``SystemExit(value)``. Prints a value that is neither None nor an int."""
     if value is None:
         return 0
     if isinstance(value, int):

@@ -28,8 +28,8 @@ from etude.gateway.requests import (
 )
 
 BILLING = "x-anthropic-billing-header"
-"""How a system block of Claude Code begins that differs in every request. The block is dropped: the model does not need
-it, and with it no two requests would have a common prefix."""
+"""The beginning of a system block of Claude Code that differs in every request. The block is dropped: the model does
+not need it, and with it no two requests would have a common prefix."""
 SIGNATURE = "etude"  # of thinking blocks: some clients drop those that have none
 HARMLESS = frozenset(
     {
