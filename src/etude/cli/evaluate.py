@@ -20,7 +20,7 @@ from rich.table import Table
 from etude.cli.locations import console, existing_path, newest_run, open_run
 from etude.cli.progress import ProgressBar
 from etude.config import overridden, read
-from etude.errors import ConfigError, EtudeError, GateFailed, InputError, NoCheckpoint
+from etude.errors import ConfigError, EtudeError, GateFailed, InputError, NoCheckpoint, TaskError
 from etude.evals.costs import NO_PRICE, Price, price_of
 from etude.evals.curves import compare_curves
 from etude.evals.intervals import mean_over_seeds
@@ -239,7 +239,11 @@ def _checked(
         check_start(model, context_tokens=config.engine.context_tokens, log=report)
     if config.machines.images:
         asyncio.run(build_images(config, report))
-    tasks = suite_tasks(suite, config)
+    try:
+        tasks = suite_tasks(suite, config)
+    except TaskError as error:
+        error.hint += "" if source else f"; --source names other tasks for the suite {suite.name}"
+        raise
     num_not_compared = refuse_trained(suite, tasks, subject.run) if subject.run is not None else 0
     if num_not_compared:
         report(
