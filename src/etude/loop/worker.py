@@ -24,6 +24,7 @@ from etude.loop.locations import rollout_files
 from etude.loop.rollout_result import RolloutReply, store_rollout
 from etude.records import Rollout, RolloutSpec
 from etude.rollouts import ScriptedPolicy, run_rollout
+from etude.rollouts.forks import run_forked
 from etude.rollouts.logs import FOLDER as LOGS
 from etude.rollouts.model_url import UrlPolicy, read_endpoint
 from etude.rollouts.rollout import session_of
@@ -68,10 +69,21 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
         )
 
     async def rollout(spec: RolloutSpec, kept: bool) -> RolloutReply:
-        """Run a rollout: of training (`kept`), or of an evaluation, which returns its turns as text."""
+        """Run a rollout: of training (`kept`), or of an evaluation, which returns its turns as text.
+
+        The reply of a rollout whose machine was forked has its other continuations."""
+        policy = outside or fleet
+        if spec.forks > 1:
+            try:
+                found = await run_forked(spec, runtime=runtime, policy=policy, chat=chat, harness=config.harness)
+            finally:
+                for number in range(spec.forks):
+                    fleet.forget(session_of(spec.continuation(number)))
+            first, *others = [await stored(one, kept=kept, find_signs=config.experience.quarantine) for one in found]
+            return msgspec.structs.replace(first, continuations=tuple(others))
         try:
             played = await run_rollout(
-                spec, runtime=runtime, policy=outside or fleet, chat=chat, harness=config.harness, logs=run / LOGS
+                spec, runtime=runtime, policy=policy, chat=chat, harness=config.harness, logs=run / LOGS
             )
         finally:
             fleet.forget(session_of(spec))
