@@ -71,7 +71,7 @@ def test_a_run_with_forks_trains_exactly_and_replays(
     ran = etude("run", ROOT / "examples/long/config.toml", "--name", "r", *sets)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     run = RunFolder.open(tmp_path / "runs" / "r")
-    events = read_events(run / "events")
+    events = list(read_events(run / "events"))
     steps = [e for e in events if e["kind"] == "rl.step"]
     assert [e["step"] for e in steps] == [1, 2]
     assert steps[0]["fresh_ratio_max"] == 0.0, "the learner computes what the engine sampled, to the bit"

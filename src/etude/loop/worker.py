@@ -72,26 +72,21 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
         """Run a rollout: of training (`kept`), or of an evaluation, which returns its turns as text.
 
         The reply of a rollout whose machine was forked has its other continuations."""
-        policy = outside or fleet
-        if spec.forks > 1:
-            try:
-                found = await run_forked(spec, runtime=runtime, policy=policy, chat=chat, harness=config.harness)
-            finally:
-                for number in range(spec.forks):
-                    fleet.forget(session_of(spec.continuation(number)))
-            first, *others = [await stored(one, kept=kept, find_signs=config.experience.quarantine) for one in found]
-            return msgspec.structs.replace(first, continuations=tuple(others))
+        policy, harness = outside or fleet, config.harness
         try:
-            played = await run_rollout(
-                spec, runtime=runtime, policy=policy, chat=chat, harness=config.harness, logs=run / LOGS
-            )
+            if spec.forks > 1:
+                found = await run_forked(spec, runtime=runtime, policy=policy, chat=chat, harness=harness)
+            else:
+                alone = run_rollout(spec, runtime=runtime, policy=policy, chat=chat, harness=harness, logs=run / LOGS)
+                found = [await alone]
         finally:
-            fleet.forget(session_of(spec))
-        reply = await stored(played, kept=kept, find_signs=config.experience.quarantine)
+            for number in range(spec.forks):
+                fleet.forget(session_of(spec.continuation(number)))
+        reply, *others = [await stored(one, kept=kept, find_signs=config.experience.quarantine) for one in found]
         if outside is not None:
-            summary, turns = outside.counted(played.trace, reply.summary, reply.turns)
+            summary, turns = outside.counted(found[0].trace, reply.summary, reply.turns)
             return msgspec.structs.replace(reply, summary=summary, turns=turns)
-        return reply
+        return msgspec.structs.replace(reply, continuations=tuple(others))
 
     async def baseline(spec: RolloutSpec, kind: str) -> RolloutReply:
         """Run a scripted agent that needs no model: "oracle" or "random".
