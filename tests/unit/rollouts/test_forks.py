@@ -74,6 +74,15 @@ class Counting(MemoryRuntime):
         return list(found)
 
 
+class Forgetful(MemoryRuntime):
+    """Has room for one snapshot that nobody holds, and other rollouts that make further ones."""
+
+    async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
+        found = await super().fork(snapshot, n)
+        await self.prepare({"of another rollout": snapshot.encode()})
+        return found
+
+
 def spec(seed: int = 0) -> RolloutSpec:
     (made,) = siblings("g000000", SOURCE.task(Split.TRAIN, 0), 1, seed=seed, temperature=1.0, forks=FORKS)
     return made
@@ -156,8 +165,7 @@ def test_a_rollout_holds_one_machine_at_a_time_and_keeps_its_snapshot() -> None:
     assert len(fork(Seeded(), runtime)) == FORKS
     assert (runtime.num_forks, runtime.most_open) == (1 + FORKS, 1)
     assert all(one.closed for one in runtime.made)
-    small = MemoryRuntime(max_bytes=1)  # forgets all snapshots but the newest, and those that are held
-    assert [one.invalid for one in fork(Seeded(), small)] == [None] * FORKS
+    assert [one.invalid for one in fork(Seeded(), Forgetful(max_bytes=1))] == [None] * FORKS
 
 
 def test_a_fork_that_fails_is_invalid_and_the_others_go_on() -> None:
