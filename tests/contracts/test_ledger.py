@@ -17,6 +17,8 @@ from etude.experience import Finished, Ledger, Window, database, make_batch, pla
 from etude.experience.database import NoLedger
 from etude.experience.open_database import open_database
 from etude.experience.transitions import HOLDING, MOVES, TERMINAL, State
+from etude.records.completion import Version
+from etude.records.rollout import Fork
 from etude.records.summary import BatchRef
 from etude.records.wire import unpack
 
@@ -157,6 +159,37 @@ def test_of_rollouts_that_end_together_each_counts_once(ledger, kit):
     assert ledger.states() == {"graded": 1, "invalid": 1, "admitted": 1}
     assert (ledger.row("g000000.0").reward, ledger.row("g000000.1").boundary) == (0.0, "machine")
     assert ledger.ready_groups(["g000000"]) == set()
+
+
+def test_continuations_of_a_fork_are_admitted_with_the_end_of_their_rollout_and_count_as_it_does(ledger, kit):
+    replace, fork = msgspec.structs.replace, Fork(origin="g000000.0", num_turns=1, num_sampled=4)
+    ledger.admit(*[kit.spec(f"g000000.{i}") for i in range(2)])
+    ledger.start(2)
+    ledger.finish(kit.summary("g000000.1"), kit.graded(0.5))
+    ids = ["g000000.0", "g000000.0.1", "g000000.0.2"]
+    ended = [(replace(kit.summary(i), fork=fork), kit.graded(float(n))) for n, i in enumerate(ids)]
+    late = [(replace(one, attempt=1), outcome) for one, outcome in ended]
+    assert ledger.finish_all(late) == [False] * 3
+    assert ledger.states() == {"graded": 1, "running": 1}
+    assert ledger.ready_groups({"g000000"}) == set()
+    assert ledger.finish_all(ended) == [True] * 3
+    assert ledger.finish_all(ended) == [False] * 3, "delivered twice"
+    assert (ledger.states(), ledger.slots(), ledger.num_groups()) == ({"graded": 4}, (4, 8), 1)
+    assert ledger.ready_groups({"g000000"}) == {"g000000"}
+    group = ledger.group("g000000")
+    assert group.rollout_ids == ("g000000.0", "g000000.0.1", "g000000.0.2", "g000000.1")
+    assert [(one.fork, graded.grade) for one, graded in group.valid] == [
+        (fork, 0.0),
+        (fork, 1.0),
+        (fork, 2.0),
+        (None, 0.5),
+    ]
+    assert len({ledger.spec(i).seed for i in ids}) == 3
+    batch = batch_of(ledger, "g000000")
+    ledger.batch(batch)
+    ledger.commit(batch.rollout_ids, Version(1, "0" * 8, "0" * 64))
+    assert ledger.slots() == (0, 8)
+    assert {ledger.row(i).state for i in ids} <= {State.TRAINED, State.NO_SIGNAL}
 
 
 def test_many_rollouts_take_as_many_statements_as_few(place, kit, monkeypatch):

@@ -56,3 +56,30 @@ def test_a_run_with_summaries_trains_exactly_and_replays(
     assert sum(int(s.path.mask.sum()) for s in batch.samples) <= batch.num_loss_tokens
     replayed = etude("replay", "runs/r", "2")
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_run_with_forks_trains_exactly_and_replays(
+    cli_in: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "spread.py").write_text(SPREAD)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "src"), str(tmp_path)]))
+    etude = cli_in(tmp_path)
+    forks = ("harness.forks=3", "experience.credit=fork", "experience.group_size=2", "experience.max_lag=0")
+    sets = [part for one in (*SMALL, *forks) for part in ("--set", one)]
+    ran = etude("run", ROOT / "examples/long/config.toml", "--name", "r", *sets)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    run = RunFolder.open(tmp_path / "runs" / "r")
+    events = list(read_events(run / "events"))
+    steps = [e for e in events if e["kind"] == "rl.step"]
+    assert [e["step"] for e in steps] == [1, 2]
+    assert steps[0]["fresh_ratio_max"] == 0.0, "the learner computes what the engine sampled, to the bit"
+    assert all(e["invalid"] == {} for e in steps)
+    origins = Counter(e["forked_from"] for e in events if e["kind"] == "rollout" and "forked_from" in e)
+    assert set(origins.values()) == {3}
+    batch = read_trace(trace_path(run / "traces", 1)).batch
+    assert sum(int(s.path.mask.sum()) for s in batch.samples) <= batch.num_loss_tokens
+    assert {i for i in batch.rollout_ids if i.count(".") == 2}
+    replayed = etude("replay", "runs/r", "2")
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr

@@ -16,7 +16,7 @@ from tests.played_run import PlayedRun, Players
 
 from etude.errors import PluginError
 from etude.experience import read_trace
-from etude.experience.credit import staged_credit
+from etude.experience.group_credit import staged_credit
 from etude.experience.traces import trace_path
 from etude.loop.reward_settings import RewardSettings
 from etude.records import Graded, Rollout

@@ -159,6 +159,21 @@ class TurnTree:
         self._forgotten: OrderedDict[bytes, None] = OrderedDict()  # keys of evicted turns, oldest first
         self._lock = threading.Lock()
 
+    def branch(self, session_id: str) -> TurnTree:
+        """Return a tree with the same turns, to which other turns are added. `session_id` names its further sessions.
+
+        Both trees have the same nodes. So a branch must not continue a turn of the past, but begin a new root, as after
+        a summary."""
+        other = TurnTree(self._chat, session_id=session_id, max_tokens=self.max_tokens)
+        with self._lock:
+            other.num_tokens, other.num_forgotten = self.num_tokens, self.num_forgotten
+            other._num_sessions, other._num_recorded = self._num_sessions, self._num_recorded
+            other._nodes, other._tools = set(self._nodes), set(self._tools)
+            other._leaves, other._first_messages = self._leaves.copy(), set(self._first_messages)
+            other._by_key = {key: list(nodes) for key, nodes in self._by_key.items()}
+            other._replies, other._forgotten = Counter(self._replies), self._forgotten.copy()
+        return other
+
     def __len__(self) -> int:
         return len(self._nodes)
 

@@ -18,8 +18,9 @@ from etude.config import Plugin, build, overridden, to_plain
 from etude.errors import Exit, InputError, RunError, nearest
 from etude.experience import SCHEMES, Ledger
 from etude.experience.admission import LittleSignal
-from etude.experience.credit import Credit, better_than, staged_credit
+from etude.experience.credit import Credit, better_than
 from etude.experience.database import NoLedger
+from etude.experience.group_credit import staged_credit
 from etude.experience.groups import in_first_stage
 from etude.experience.packing import exceeds_lag
 from etude.experience.recomputing import RecomputedStep, recompute, recorded_composition
@@ -328,7 +329,8 @@ def explain(args: argparse.Namespace) -> int:
     scheme, ids = _scheme(config), [one.rollout_id for one in judged]
     first = in_first_stage(ids, config.experience.min_group_size)
     graded = [one.outcome for one in judged if isinstance(one.outcome, Graded)]
-    given = staged_credit(graded, [one.places for one in judged], first, composition, scheme)
+    places, forks = [one.places for one in judged], [one.fork for one in judged]
+    given = staged_credit(graded, places, first, composition, scheme, forks)
     credit = dict(zip(ids, given, strict=True))
     pairs = dict(zip(ids, better_than([one.reward for one in given], ids, scheme, without=late), strict=True))
     reward, advantage, by_turn = credit[args.rollout_id]
@@ -401,6 +403,7 @@ def _siblings(
         RecordedRollout(
             one.rollout_id, group_id, None, None, None, None, one.outcome,
             places=one.summary.places if one.summary is not None else (),
+            fork=one.summary.fork if one.summary is not None else None,
         )
         for one in ledger.group(group_id).finished
     ]  # fmt: skip

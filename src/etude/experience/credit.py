@@ -9,22 +9,19 @@ A group may have two stages: further siblings run only if the rewards of the fir
 (`ExperienceConfig.min_group_size`). The rewards of the first siblings thus decide how many siblings there are. If the
 baseline of a first sibling contained rewards of later ones, it would depend on the sibling's own reward, and be biased.
 So the baselines of first siblings use first siblings only, and the baselines of later ones use all siblings
-(`staged_credit`). Then, with RLOO, Dr. GRPO and fork credit, the expected gradient of a task is the true gradient of
-its mean reward times a positive factor (Wald's identity for a sum that may stop early). The factor is larger for tasks
-with a less certain outcome."""
+(`group_credit.staged_credit`). Then, with RLOO, Dr. GRPO and fork credit, the expected gradient of a task is the true
+gradient of its mean reward times a positive factor (Wald's identity for a sum that may stop early). The factor is
+larger for tasks with a less certain outcome."""
 
 from __future__ import annotations
 
 import enum
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from typing import NamedTuple
 
 from etude.errors import PluginError
 from etude.records.reward import Reward
-from etude.records.rollout import Graded
 from etude.records.summary import TurnPlace
-from etude.rewards import Composition
 from etude.seams import CreditScheme, PairCreditScheme, TurnCreditScheme
 
 GRPO_EPSILON = 1e-6
@@ -214,14 +211,6 @@ class BestWorst(AllPairs):
         return [(i, j) for i, j in super().pairs(rewards) if (values[i], values[j]) == extremes]
 
 
-class Credited(NamedTuple):
-    """The reward and the advantage of a rollout. `by_turn`: one advantage per turn; empty if all have `advantage`."""
-
-    reward: Reward
-    advantage: float
-    by_turn: tuple[float, ...]
-
-
 class Credit(enum.StrEnum):
     """The names of the credit schemes in configs."""
 
@@ -317,42 +306,6 @@ def _asked(
     if [len(some) for some in found] != list(sizes) or not all(math.isfinite(one) for some in found for one in some):
         raise PluginError(f"{what} did not return one finite number per {each}", f"{found}; {facts}", hint=hint)
     return found
-
-
-def staged_credit(
-    graded: Sequence[Graded],
-    places: Sequence[Sequence[TurnPlace]],
-    first: Sequence[bool],
-    composition: Composition,
-    scheme: CreditScheme = DR_GRPO,
-) -> list[Credited]:
-    """Return the reward and advantages of each graded rollout of a group, in the given order.
-
-    - `places`: the turns of each rollout, for schemes with an advantage per turn.
-    - `first`: for each rollout, whether it is in the first stage of its group. Rollouts of the first stage are compared
-      only with each other; all others are compared with all rollouts.
-
-    Raises `PluginError` for a scheme that fails.
-
-    >>> from etude.records.task import Trust
-    >>> graded = [Graded.of(grade, trust=Trust.DATA, reason="") for grade in (1.0, 0.0, 1.0, 1.0)]
-    >>> found = staged_credit(graded, [()] * 4, [True, True, False, False], Composition(), SCHEMES[Credit.RLOO])
-    >>> [round(one.advantage, 2) for one in found]
-    [1.0, -1.0, 0.33, 0.33]
-    """
-    rewards = composition.rewards([one.terms for one in graded])
-    found = _credited(rewards, places, scheme)
-    early = [i for i, is_first in enumerate(first) if is_first]
-    if len(early) < len(rewards):
-        alone = _credited([rewards[i] for i in early], [places[i] for i in early], scheme)
-        for i, credited in zip(early, alone, strict=True):
-            found[i] = credited
-    return found
-
-
-def _credited(rewards: Sequence[Reward], places: Sequence[Sequence[TurnPlace]], scheme: CreditScheme) -> list[Credited]:
-    whole, by_turn = advantages(rewards, scheme), turn_advantages(rewards, places, scheme)
-    return [Credited(*one) for one in zip(rewards, whole, by_turn, strict=True)]
 
 
 def _centred(values: Sequence[float]) -> list[float]:

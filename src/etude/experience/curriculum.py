@@ -114,6 +114,8 @@ class Signals:
         groups, sizes = dict[str, list[Member]](), Counter[str]()
         first = in_first_stage(plan.rollout_ids, self.min_group_size)
         for member, is_first in zip(plan.members, first, strict=True):
+            if member.num_context_turns:  # a further continuation of the rollout before it
+                continue
             sizes[member.group_id] += is_first
             if is_first and member.summary is not None and member.reward is not None:
                 groups.setdefault(member.group_id, []).append(member)

@@ -237,16 +237,36 @@ class Ledger(LedgerQueries):
 
     @_atomic
     def finish_all(self, ended: Sequence[tuple[RolloutSummary, Outcome]]) -> list[bool]:
-        """Store several finished rollouts in one transaction, and return for each what `finish` returns."""
+        """Store several finished rollouts in one transaction, and return for each what `finish` returns.
+
+        Rollouts that share their first turns (`Fork`) must be given together. Those that continue the fork of another
+        one are admitted here, since only now their number is known; they count if the other one does."""
+        self._admit_continuations([rollout for rollout, _ in ended])
         counts, ends = list[bool](), dict[str, tuple[Row, Finished]]()
-        rows = self.require_rows([rollout.rollout_id for rollout, _ in ended])
-        for row, (rollout, outcome) in zip(rows, ended, strict=True):
-            runs = row.state is State.RUNNING and row.attempt == rollout.attempt
-            counts.append(runs and row.rollout_id not in ends)
-            if counts[-1]:
+        known = {row.rollout_id: row for row in self.find_rows([rollout.rollout_id for rollout, _ in ended])}
+        for rollout, outcome in ended:
+            row = known.get(rollout.rollout_id)
+            if row is None and not _continues(rollout):
+                row = self.row(rollout.rollout_id)  # raises the error
+            runs = row is not None and row.state is State.RUNNING and row.attempt == rollout.attempt
+            counts.append(runs and rollout.rollout_id not in ends)
+            if row is not None and counts[-1]:
                 ends[row.rollout_id] = row, Finished(rollout_id=row.rollout_id, outcome=outcome, summary=rollout)
         self._store_ended(list(ends.values()))
         return counts
+
+    def _admit_continuations(self, ended: Sequence[RolloutSummary]) -> None:
+        """Admit those of these rollouts that continue the fork of another rollout which is running, as running."""
+        new = {one.rollout_id: one.fork.origin for one in ended if one.fork is not None and _continues(one)}
+        attempts = {one.rollout_id: one.attempt for one in ended}
+        origins = {row.rollout_id: row for row in self.require_rows(sorted({*new.values()}))}
+        specs = list[RolloutSpec]()
+        for rollout_id, origin in new.items():
+            if origins[origin].state is State.RUNNING and origins[origin].attempt == attempts[rollout_id]:
+                specs.append(self.spec(origin).continuation(int(rollout_id.rpartition(".")[2])))
+        if specs:
+            self.admit(*specs)
+            self._move([_Move(row, State.RUNNING) for row in self.require_rows([one.rollout_id for one in specs])])
 
     def quarantine(self, rollout_id: str, *, reason: str, graded: float) -> None:
         """Record that a rollout has a sign of cheating.
@@ -524,6 +544,11 @@ class Ledger(LedgerQueries):
                 f"{holding} rollouts need a slot, {held} of {count} slots are in use, capacity {self._capacity}",
                 hint="this is a bug in etude: keep the run folder, and report it with the output of etude ledger audit",
             )
+
+
+def _continues(rollout: RolloutSummary) -> bool:
+    """Whether a rollout continues the fork of another rollout."""
+    return rollout.fork is not None and rollout.fork.origin != rollout.rollout_id
 
 
 def _check_taken(row: Row, batch: Batch | BatchRef) -> None:

@@ -12,10 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from etude.experience.admission import Straggler, mask_path, mask_stale
-from etude.experience.credit import DR_GRPO, better_than, paired, staged_credit
+from etude.experience.credit import DR_GRPO, better_than, paired
+from etude.experience.group_credit import num_context_turns, staged_credit
 from etude.experience.groups import Group, in_first_stage
 from etude.experience.hints import HintFormat
 from etude.records.reward import K1, Term
@@ -30,13 +32,13 @@ Read = Callable[[RolloutSummary], Rollout]
 """Reads the full rollout of a summary: `RolloutFiles.read`."""
 
 
-def paths(trace: Trace) -> Iterator[Path]:
+def paths(trace: Trace, num_context: int = 0) -> Iterator[Path]:
     """Yield every path of a trace from root to leaf.
 
     Each sampled token is in the loss of exactly one path. A later path that shares turns with an earlier one (a
     summary, a sub-agent) has these turns as context only. The tokens of turns for which `trained` returns False are in
-    no loss."""
-    seen = {at for at, turn in enumerate(trace.turns) if not trained(turn)}
+    no loss, nor are those of the first `num_context` turns."""
+    seen = {at for at, turn in enumerate(trace.turns) if at < num_context or not trained(turn)}
     for leaf in trace.leaves():
         chain, path = trace.chain(leaf), trace.path(leaf)
         yield (
@@ -56,9 +58,11 @@ def trained(turn: Turn) -> bool:
     return turn.sampling.plain and turn.kind is not TurnKind.SIDE
 
 
-def num_not_plain(trace: Trace) -> int:
-    """Return the number of sampled tokens that can never be in the loss (`trained` is False for their turn)."""
-    return sum(len(turn.completion.token_ids) for turn in trace.turns if not trained(turn))
+def num_not_plain(trace: Trace, num_context: int = 0) -> int:
+    """Return the number of sampled tokens that can never be in the loss (`trained` is False for their turn).
+
+    Those of the first `num_context` turns do not count."""
+    return sum(len(turn.completion.token_ids) for turn in trace.turns[num_context:] if not trained(turn))
 
 
 def _repeat_by_turn(trace: Trace, chain: Sequence[int], values: Sequence[float]) -> Array:
@@ -104,7 +108,8 @@ def plan_batch(
       rollout with weight `composition.kl`. None: no KL penalty.
     - `full_groups`: if not 0, the step's learning rate is scaled by the number of groups with a sample over this
       number, at most 1 (`Batch.lr_share`).
-    - `min_group_size`: the number of rollouts in the first stage of a group (`credit.staged_credit`); 0: one stage.
+    - `min_group_size`: the number of rollouts in the first stage of a group (`group_credit.staged_credit`); 0: one
+      stage.
 
     A rollout with tokens that are too old is in no preference pair: without its masked tokens, it cannot be compared
     with a complete rollout.
@@ -122,15 +127,22 @@ def plan_batch(
         step=step,
         max_lag=max_lag,
         members=tuple(sorted(members, key=lambda member: member.rollout_id)),
-        num_loss_tokens=sum(one.summary.num_sampled for one in members if one.summary and one.reward is not None),
+        num_loss_tokens=sum(one.num_own for one in members if one.reward is not None),
         full_groups=full_groups,
         rewards={
             **asdict(composition),
             "scheme": scheme.name,
             "scheme_version": scheme.version,
             "min_group_size": min_group_size,
+            **({"forks": forks} if (forks := _recorded_forks(members)) else {}),
         },
     )
+
+
+def _recorded_forks(members: Iterable[Member]) -> dict[str, dict[str, Any]]:
+    """Return the `Fork` of each rollout that has one, as data for JSON, by rollout id."""
+    forks = {one.rollout_id: one.summary.fork for one in members if one.summary is not None}
+    return {rollout_id: msgspec.to_builtins(fork) for rollout_id, fork in sorted(forks.items()) if fork is not None}
 
 
 def _members(
@@ -146,8 +158,10 @@ def _members(
     graded = [_with_k1(rollout, one, k1) for rollout, one in group.valid]
     ids = [rollout.rollout_id for rollout, _ in group.valid]
     places = [rollout.places for rollout, _ in group.valid]
-    given = staged_credit(graded, places, in_first_stage(ids, min_group_size), composition, scheme)
+    forks = [rollout.fork for rollout, _ in group.valid]
+    given = staged_credit(graded, places, in_first_stage(ids, min_group_size), composition, scheme, forks)
     credit = dict(zip(ids, given, strict=True))
+    context = dict(zip(ids, num_context_turns(forks), strict=True))
     pairs = better_than([one.reward for one in given], ids, scheme, without=unpaired)
     preferred = dict(zip(ids, pairs, strict=True))
     in_pairs = paired(preferred)
@@ -170,6 +184,7 @@ def _members(
                 paired=i in in_pairs,
                 hints=composition.hints_of(judged[i]) if i in judged else (),
                 masks_stale=straggler is Straggler.MASK or i in group.lost,
+                num_context_turns=context.get(i, 0),
             )
 
 
@@ -233,7 +248,8 @@ def samples_of(
     """Make the samples of one rollout of a plan from its trace. Returns pairs (index of the path's last turn, sample).
 
     A rollout that was summarised has a sample for each of its conversations; each sampled token is in one of them, with
-    the advantage of its rollout or turn. Tokens that are too old are masked. Refused summaries are masked if the
+    the advantage of its rollout or turn. Tokens that are too old are masked, and those of turns that another member is
+    trained on (`Member.num_context_turns`). Refused summaries are masked if the
     advantage is positive, since they did not contribute to the success. The list is empty if the rollout has no credit
     (`Member.credited`), or if no token with loss is left. `temperature`: the sampling temperature of the run.
     `hint_format`: needed if the member has hints; raises `ValueError` without it."""
@@ -242,7 +258,7 @@ def samples_of(
     given = member.turn_advantages or (member.advantage,) * len(trace.turns)
     straggler = Straggler.MASK if member.masks_stale else Straggler.WAIT
     found = list[tuple[int, Sample]]()
-    for leaf, whole in zip(trace.leaves(), paths(trace), strict=True):
+    for leaf, whole in zip(trace.leaves(), paths(trace, member.num_context_turns), strict=True):
         path = mask_stale(whole, learner_step=plan.step - 1, max_lag=plan.max_lag, straggler=straggler)
         chain = trace.chain(leaf)
         refused = [trace.turns[at].kind is TurnKind.REFUSED and given[at] > 0 for at in chain]
@@ -310,10 +326,12 @@ def step_metrics(plan: BatchPlan, batch: BatchRef) -> dict[str, Any]:
     unplaced_hints (`BatchRef.num_hints`, `num_unplaced_hints`). masked_share is the share of the tokens with an
     advantage that are not in the loss because they are too old; not_plain_share is the share that are not in it because
     of their sampling parameters (`Sampling.plain`). Rewards are before the KL penalty. Lags are of all valid rollouts,
-    trained on or not. Means are 0.0 if there is no valid rollout."""
+    trained on or not. Of rollouts that share their first turns (`Fork`) only the first one counts for the rewards;
+    `continuations` is the number of the others, where there are any. Means are 0.0 if there is no valid rollout."""
     groups = plan.judged
     valid = [rollout for judged in groups.values() for rollout, _ in judged]
-    rewards = [[reward.raw for _, reward in judged] for judged in groups.values()]
+    further = {member.rollout_id for member in plan.members if member.num_context_turns}
+    rewards = [[reward.raw for one, reward in judged if one.rollout_id not in further] for judged in groups.values()]
     lag: Counter[int] = Counter()
     token_lag: Counter[int] = Counter()
     for rollout in valid:
@@ -335,6 +353,7 @@ def step_metrics(plan: BatchPlan, batch: BatchRef) -> dict[str, Any]:
         "sampled_mean": _mean([rollout.num_sampled for rollout in valid]),
         "masked_share": batch.num_masked / num_credited,
         "not_plain_share": batch.num_not_plain / num_credited,
+        **({"continuations": len(further)} if further else {}),
         **({"hints": batch.num_hints, "unplaced_hints": batch.num_unplaced_hints} if plan.rewards.get("hints") else {}),
     }
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from etude.experience.credit import Credited, better_than, paired, staged_credit
+from etude.experience.credit import better_than, paired
+from etude.experience.group_credit import Credited, num_context_turns, staged_credit
 from etude.experience.groups import in_first_stage
 from etude.experience.hints import HintFormat
 from etude.experience.packing import batch_of, exceeds_lag, samples_of
@@ -84,6 +85,9 @@ def recompute(
     scaled. `hint_format`: the run's hint format, needed if the composition has hints. Raises `EtudeError` when a reward
     or an advantage is not finite."""
     credit, preferred = _credit(recorded, composition, scheme, max_lag=max_lag)
+    graded = [i for i, tree in enumerate(recorded.trees) if isinstance(tree.rollout.outcome, Graded)]
+    forks = [recorded.trees[i].rollout.fork for i in graded]
+    context = dict(zip(graded, num_context_turns(forks), strict=True))
     members, in_pairs = list[Member](), paired(preferred)
     for i, tree in enumerate(recorded.trees):
         reward, advantage, turns = credit.get(i, (None, 0.0, ()))
@@ -99,6 +103,7 @@ def recompute(
                 masks_stale=True,
                 better_than=preferred.get(rollout_id, ()),
                 paired=rollout_id in in_pairs,
+                num_context_turns=context.get(i, 0),
             )
         )
     plan = BatchPlan(
@@ -145,7 +150,8 @@ def _credit(
         outcomes = [one for i in some if isinstance(one := recorded.trees[i].rollout.outcome, Graded)]
         places = [turn_places(recorded.trees[i].trace) for i in some]
         ids = [recorded.trees[i].rollout.rollout_id for i in some]
-        given = staged_credit(outcomes, places, in_first_stage(ids, min_group_size), composition, scheme)
+        forks = [recorded.trees[i].rollout.fork for i in some]
+        given = staged_credit(outcomes, places, in_first_stage(ids, min_group_size), composition, scheme, forks)
         credit |= dict(zip(some, given, strict=True))
         oldest = [oldest_steps(recorded.trees[i].trace) for i in some]
         late = [one for one, steps in zip(ids, oldest, strict=True) if exceeds_lag(steps, recorded.step - 1, max_lag)]

@@ -37,7 +37,7 @@ from etude.experience.traces import (
 from etude.file_checksums import verify_parquet
 from etude.records.completion import Completion, Sampling, StopReason, Version, VersionSpan
 from etude.records.reward import Term
-from etude.records.rollout import Boundary, Graded, Invalid, Path, Start, Trace, Turn, TurnKind
+from etude.records.rollout import Boundary, Fork, Graded, Invalid, Path, Start, Trace, Turn, TurnKind
 from etude.records.sample import Batch, Origin, PlacedHint, Sample
 from etude.records.summary import TurnPlace, turn_places
 from etude.records.task import Trust
@@ -58,7 +58,8 @@ class RecordedRollout:
 
     `task_id`, `family`, `attempt` and `ending` are None if the process that ran the rollout stored nothing. `outcome`:
     None if it was cancelled or quarantined. `reward`: the composed reward that credit was computed from; None unless
-    graded. `places`: the places of its turns in the tree, for credit by turn; empty in files of format 1."""
+    graded. `places`: the places of its turns in the tree, for credit by turn; empty in files of format 1. `fork`:
+    what it shares with other rollouts; None: nothing."""
 
     rollout_id: str
     group_id: str
@@ -69,6 +70,7 @@ class RecordedRollout:
     outcome: Graded | Invalid | None
     reward: float | None = None
     places: tuple[TurnPlace, ...] = ()
+    fork: Fork | None = None
 
 
 @dataclass(frozen=True)
@@ -145,9 +147,9 @@ def read_trace(path: TraceFile) -> RecordedBatch:
             rows = {row["rollout_id"]: row for row in table.select(_JUDGED).to_pylist()}
             judged, samples = [_recorded_rollout(row) for row in rows.values()], _samples_1(table)
         else:
-            judged, samples = [], []
+            judged, samples, forks = [], [], _forks(facts)
             for row, trace, numbered in _rollouts(table):
-                judged.append(_recorded_rollout(row, turn_places(trace)))
+                judged.append(_recorded_rollout(row, turn_places(trace), forks.get(row["rollout_id"])))
                 samples += [_sample(one, table, i, trace) for i, one in numbered]
         batch = Batch(
             batch_id=facts["batch_id"],
@@ -188,7 +190,7 @@ def read_rollout(path: TraceFile, rollout_id: str) -> RecordedTree | None:
     try:
         if facts["format"] == 1:
             return _read_rollout_1(table.select(old), rollout_id)
-        return next((tree for tree in _trees(table) if tree.rollout.rollout_id == rollout_id), None)
+        return next((tree for tree in _trees(table, _forks(facts)) if tree.rollout.rollout_id == rollout_id), None)
     except _PARSE_ERRORS as error:
         raise _damaged(path, error) from error
 
@@ -199,7 +201,8 @@ def read_step(path: TraceFile) -> RecordedStep:
     try:
         if facts["format"] == 1:
             raise ValueError("format 1 has no turns")
-        trees, rewards, temperature = tuple(_trees(table)), facts.get("rewards", {}), facts.get("temperature", 1.0)
+        trees = tuple(_trees(table, _forks(facts)))
+        rewards, temperature = facts.get("rewards", {}), facts.get("temperature", 1.0)
         if not isinstance(rewards, dict) or not isinstance(temperature, float):
             raise ValueError("its rewards or temperature are not as they are written")
         names = ("batch_id", "step", "num_loss_tokens")
@@ -217,16 +220,23 @@ def read_outcomes(path: TraceFile) -> tuple[Mapping[str, Any], list[RecordedRoll
     try:
         rows = table.select([*_JUDGED, "row"] if "row" in table.column_names else _JUDGED).to_pylist()
         found = {row["rollout_id"]: row for row in rows if row.get("row", ROLLOUT) == ROLLOUT}
-        return dict(facts.get("rewards", {})), [_recorded_rollout(row) for row in found.values()]
+        forks = _forks(facts)
+        rollouts = [_recorded_rollout(row, fork=forks.get(rollout_id)) for rollout_id, row in found.items()]
+        return dict(facts.get("rewards", {})), rollouts
     except _PARSE_ERRORS as error:
         raise _damaged(path, error) from error
 
 
-def _trees(table: pa.Table) -> Iterator[RecordedTree]:
+def _forks(facts: Mapping[str, Any]) -> dict[str, Fork]:
+    return msgspec.convert(facts.get("rewards", {}).get("forks", {}), dict[str, Fork])
+
+
+def _trees(table: pa.Table, forks: Mapping[str, Fork]) -> Iterator[RecordedTree]:
     num_rows = 0
     for row, trace, numbered in _rollouts(table):
         samples = [(one["leaf"], _sample(one, table, i, trace)) for i, one in numbered]
-        yield RecordedTree(_recorded_rollout(row), trace, tuple(samples), first_row=num_rows)
+        rollout = _recorded_rollout(row, fork=forks.get(row["rollout_id"]))
+        yield RecordedTree(rollout, trace, tuple(samples), first_row=num_rows)
         num_rows += len(numbered)
 
 
@@ -297,14 +307,16 @@ def _damaged(path: TraceFile, error: Exception) -> LedgerError:
     )
 
 
-def _recorded_rollout(row: dict[str, Any], places: tuple[TurnPlace, ...] = ()) -> RecordedRollout:
+def _recorded_rollout(
+    row: dict[str, Any], places: tuple[TurnPlace, ...] = (), fork: Fork | None = None
+) -> RecordedRollout:
     outcome: Graded | Invalid | None = None
     if row["terms"] is not None:
         outcome = _graded(row)
     elif row["boundary"] is not None:
         outcome = Invalid(boundary=Boundary(row["boundary"]), reason=row["reason"], evidence=row["evidence"])
     names = ("rollout_id", "group_id", "task_id", "family", "attempt", "ending", "reward")
-    return RecordedRollout(**{name: row[name] for name in names}, outcome=outcome, places=places)
+    return RecordedRollout(**{name: row[name] for name in names}, outcome=outcome, places=places, fork=fork)
 
 
 def _rollouts(table: pa.Table) -> Iterator[tuple[dict[str, Any], Trace, list[tuple[int, dict[str, Any]]]]]:

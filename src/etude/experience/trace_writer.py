@@ -78,7 +78,7 @@ def record_batch(
         prefixes = _Prefixes()
         for member in plan.members:
             trace = _trace(member, read)
-            not_plain += num_not_plain(trace) if member.credited else 0
+            not_plain += num_not_plain(trace, member.num_context_turns) if member.credited else 0
             made_of = samples_of(plan, member, trace, temperature=temperature, hint_format=hint_format)
             samples.extend(sample for _, sample in made_of)
             yield from _rows(member, trace, prefixes, made_of)
@@ -115,7 +115,7 @@ def _reference(
     plan: BatchPlan, batch: Batch, samples: Sequence[Sample], *, digest: str, num_not_plain: int
 ) -> BatchRef:
     num_trained = sum(int(sample.path.mask.sum()) for sample in samples)
-    credited = sum(member.summary.num_sampled for member in plan.members if member.summary and member.credited)
+    credited = sum(member.num_own for member in plan.members if member.credited)
     num_hints = sum(len(member.hints) for member in plan.members)
     return BatchRef(
         batch_id=plan.batch_id,

@@ -3,6 +3,7 @@ begins."""
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
@@ -62,6 +63,12 @@ class Compactor:
         self._num_tokens = 0  # of the prompt before the last exchange; 0: there was none in this conversation
         self._head = head_of(episode.messages)
         self._history: list[Message] = list(self._head)
+
+    def branch(self) -> Compactor:
+        """Return a copy, for a branch of the episode."""
+        other = copy.copy(self)
+        other.refused, other._history = Counter(self.refused), list(self._history)
+        return other
 
     async def make_room(self, episode: Episode) -> None:
         """Have the model summarise the conversation if it is long enough (`is_due`), and replace it by the summary.

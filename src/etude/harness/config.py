@@ -25,6 +25,8 @@ class HarnessConfig:
     - `summary_tokens`: the maximum number of tokens of a summary. The model summarises a conversation that has reached
       50 to 80 % of the context (the share differs between groups of rollouts) and continues from the summary. 0: no
       summaries; a full context ends the rollout.
+    - `forks`: how many continuations of a training rollout run after its first summary, each on a fork of its machine.
+      Their mean reward is the value of the summary ("Long tasks"). 1: the rollout goes on alone.
     - `output_chars`: the maximum length of a tool output, in characters. A longer one loses its middle.
     - `turn_deadline_s`: the maximum time without progress of an engine, in seconds. After it the rollout is invalid.
     - `tool_deadline_s`: the maximum time of one command, in seconds. Then it is killed.
@@ -42,6 +44,7 @@ class HarnessConfig:
     turn_tokens: int = ranged(24, low=1)
     context_tokens: int = ranged(384, low=16)
     summary_tokens: int = ranged(0, low=0)
+    forks: int = ranged(1, low=1, high=64)
     output_chars: int = ranged(400, low=16)
     turn_deadline_s: float = ranged(60.0, low=0.01)
     tool_deadline_s: float = ranged(5.0, low=0.01)
@@ -65,6 +68,15 @@ class HarnessConfig:
             raise ValueError(
                 f"summary_tokens = {self.summary_tokens} is more than a quarter of "
                 f"context_tokens = {self.context_tokens}: a summary must leave room for the work"
+            )
+
+        if self.forks > 1 and not self.summary_tokens:
+            raise ValueError(
+                f"forks = {self.forks} needs summary_tokens above 0: machines are forked after the first summary"
+            )
+        if self.forks > 1 and self.program != LOOP:
+            raise ValueError(
+                f"forks = {self.forks} needs program = {LOOP!r}: the state of another agent program cannot be forked"
             )
 
     @property

@@ -7,12 +7,13 @@ with the turns recorded so far."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -174,6 +175,19 @@ class Episode:
         self._num_asked: Counter[bytes] = Counter()  # requests by the key of their prompt
         self._clock = clock
         self._short_work = ShortWork(_SHORT_CHARS)
+
+    def branch(self, machine: Machine, options: RequestOptions) -> Episode:
+        """Return an episode that continues from the state of this one on another machine, with a seed of its own.
+
+        `machine`: a fork of this episode's machine. Turns and limits that were used so far count in both. No request
+        may be in flight."""
+        other = copy.copy(self)
+        other.machine, other.options, other.messages = machine, options, list(self.messages)
+        other.bench = replace(self.bench, machine=machine, key=options.session_id)
+        other.tree = self.tree.branch(options.session_id)
+        other.refused, other._num_asked = Counter(self.refused), Counter(self._num_asked)
+        other._short_work = ShortWork(_SHORT_CHARS)
+        return other
 
     async def ask(
         self,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Protocol
 
 from etude.config import Plugin
@@ -42,17 +42,22 @@ class Loop:
         await run_agent(episode)
 
 
-async def run_agent(episode: Episode, room: RoomMaker | None = None) -> None:
+async def run_agent(
+    episode: Episode, room: RoomMaker | None = None, *, until: Callable[[], bool] = lambda: False
+) -> None:
     """Run the built-in program: sample a turn, run its tool calls, and repeat until the episode ends.
 
     `room` keeps the conversation within the context. By default the model summarises it (`Compactor`) if
-    `harness.summary_tokens` is set; otherwise a full context ends the episode."""
+    `harness.summary_tokens` is set; otherwise a full context ends the episode. `until`: asked before each turn, when
+    there is room for it; if it returns True the program stops there."""
     if room is None and episode.limits.summary_tokens:
         room = Compactor(episode)
     while episode.ending is None:
         if room is not None:
             await room.make_room(episode)
         if episode.ending is None:
+            if until():
+                return
             await episode.act(await episode.ask())
 
 
@@ -63,10 +68,10 @@ async def run_program(episode: Episode) -> AgentRun:
     used: the user must fix it."""
     plugin = episode.limits.program
     if not isinstance(plugin, Plugin):
-        return await _run_to_end(episode, run_agent(episode))
+        return await run_to_end(episode, run_agent(episode))
     harness = _load_harness(plugin)
     if plugin.path in PROGRAMS:
-        return await _run_to_end(episode, harness.run(episode))
+        return await run_to_end(episode, harness.run(episode))
     return await run_plugin(plugin, harness, episode)
 
 
@@ -93,7 +98,7 @@ async def run_plugin(plugin: Plugin, harness: Harness, episode: Episode) -> Agen
     try:
         async with asyncio.timeout(limit_s) as limit:
             episode.policy = DeadlinePausingPolicy(episode.policy, limit, limit_s)
-            return await _run_to_end(episode, run())
+            return await run_to_end(episode, run())
     except (EtudeError, TimeoutError) as error:
         if not limit.expired():
             raise
@@ -102,7 +107,8 @@ async def run_plugin(plugin: Plugin, harness: Harness, episode: Episode) -> Agen
         raise PluginError(f"harness {plugin} hangs", facts, hint=hint) from error
 
 
-async def _run_to_end(episode: Episode, run: Coroutine[None, None, None]) -> AgentRun:
+async def run_to_end(episode: Episode, run: Coroutine[None, None, None]) -> AgentRun:
+    """Run an agent program on an episode, and return the result. Failures of machines and engines are in it."""
     try:
         await run
     except ContextFull:

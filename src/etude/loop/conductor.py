@@ -102,9 +102,8 @@ class Conductor:
         self._scheme = make(Kind.CREDIT, credit) if isinstance(credit, Plugin) else SCHEMES[credit]
         check_forms_pairs(config.learner, self._scheme)
         self.window = config.experience.window
-        capacity = self.window.max_open_groups * config.experience.group_size
         self.ledger = Ledger(
-            ledger_location(run), capacity=capacity, composition=config.composition, log=self._log_ledger
+            ledger_location(run), capacity=config.ledger_slots, composition=config.composition, log=self._log_ledger
         )
         self.ledger_thread = SerialExecutor("ledger")  # its own thread: a server may be unreachable for seconds
         self.scheduler = RolloutScheduler(self.ledger, self.ledger_thread, processes, telemetry)

@@ -15,7 +15,7 @@ from etude.config import BuiltIn, Plugin, build, leaves, like, load, ranged, to_
 from etude.environments.config import MachinesConfig
 from etude.environments.images import ImageStore
 from etude.errors import ConfigError, ConfigUnreadable, RunError, RunRefused, StoreError
-from etude.experience import SCHEMES
+from etude.experience import SCHEMES, Credit
 from etude.experience.config import ExperienceConfig
 from etude.harness.config import HarnessConfig
 from etude.inference.config import EngineConfig, EngineKind, ExternalEngineConfig, Speculation
@@ -194,6 +194,7 @@ class RunConfig:
         self._check_ranks()
         self._check_pairs()
         self._check_stages()
+        self._check_forks()
         self._check_mid_training()
         if self.harness.context_tokens > self.engine.context_tokens:
             raise ValueError(
@@ -297,6 +298,42 @@ class RunConfig:
             hint = f"set experience.min_group_size = 0, or when = 'grade' in {unseen[0]!r}"
             raise ConfigError("experience.min_group_size decides by grades alone", facts, hint=hint)
 
+    def _check_forks(self) -> None:
+        """Refuse settings that do not go with forks of machines. Raises `ConfigError`."""
+        if self.harness.forks == 1:
+            return
+        experience, machines = self.experience, self.machines
+        refused = (
+            (
+                experience.credit != Credit.FORK,
+                f"experience.credit = {str(experience.credit)!r} does not compare the continuations of one summary",
+                "set experience.credit = 'fork'",
+            ),
+            (
+                experience.min_group_size > 0,
+                "with experience.min_group_size first rewards decide which siblings run; here a sibling has several",
+                "set experience.min_group_size = 0",
+            ),
+            (
+                experience.kl > 0,
+                f"with experience.kl = {experience.kl} the penalty of shared turns counts for one continuation only",
+                "set experience.kl = 0",
+            ),
+            (
+                machines.backend == "remote",
+                "machines of the remote backend may be of a service without snapshots",
+                "set machines.backend to 'namespace' or 'microvm'",
+            ),
+            (
+                machines.backend == "gvisor" and bool(machines.images),
+                "snapshots of gvisor machines of images have only the working directory",
+                "set machines.backend to 'namespace' or 'microvm'",
+            ),
+        )
+        for wrong, facts, hint in refused:
+            if wrong:
+                raise ConfigError(f"harness.forks = {self.harness.forks}", facts, hint=f"{hint}, or harness.forks = 1")
+
     def _check_mid_training(self) -> None:
         """Refuse corpora of mid-training that do not go with `start`. Raises `ConfigError`."""
         corpora = [phase.corpus for phase in self.mid_training.settings()]
@@ -344,6 +381,11 @@ class RunConfig:
         return Composition(
             require_submit=self.harness.require_submit, quarantine=experience.quarantine, kl=experience.kl
         )
+
+    @property
+    def ledger_slots(self) -> int:
+        """How many rollouts may be admitted and not trained yet, continuations after a fork included."""
+        return self.experience.window.max_open_groups * self.experience.group_size * self.harness.forks
 
     @property
     def max_running(self) -> int:

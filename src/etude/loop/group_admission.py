@@ -53,6 +53,7 @@ class GroupAdmission:
                 temperature=self.config.rl.temperature,
                 min_step=min_step,
                 keep_routes=self.config.wants_routes,
+                forks=self.config.harness.forks,
             )
             await asyncio.sleep(0)
         await self.ledger_thread(self.ledger.transaction, functools.partial(self._store, specs, cursor))

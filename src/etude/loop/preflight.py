@@ -407,7 +407,8 @@ WIDE_ROUTES = 255  # with more experts a route takes two bytes
 class StepSize:
     """The size of the largest possible training step: numbers of rollouts and tokens, and bytes of the batch.
 
-    In such a step each rollout fills the context, and as many groups as allowed are tried to find some with signal."""
+    In such a step each rollout fills the context and is forked, and as many groups as allowed are tried to find some
+    with signal."""
 
     rollouts: int
     tokens: int
@@ -416,7 +417,7 @@ class StepSize:
     @classmethod
     def of(cls, config: RunConfig, model: ModelConfig) -> StepSize:
         """Compute the largest step of a config with this model."""
-        rollouts = config.experience.window.max_groups * config.experience.group_size
+        rollouts = config.experience.window.max_groups * config.experience.group_size * config.harness.forks
         tokens = rollouts * config.harness.context_tokens
         routes = model.num_moe_layers * model.top_k * (2 if model.num_experts > WIDE_ROUTES else 1)
         a_token = TOKEN_BYTES + (routes if config.wants_routes else 0)

@@ -93,15 +93,14 @@ class Windows:
             hint = f"finish its RL first: etude run --resume {run.path}"
             raise RunRefused(f"{run.path} cannot learn from production yet", "its RL has not ended", hint=hint)
         self.run, self.config, self.settings, self.folder, self.signals = run, config, settings, folder, signals
-        size = config.experience.group_size
-        capacity = config.experience.window.max_open_groups * size
-        simulated = settings.simulated_groups(settings.episodes, size) * size  # of one step
+        size, capacity = config.experience.group_size, config.ledger_slots
+        simulated = settings.simulated_groups(settings.episodes, size) * size * config.harness.forks  # of one step
         if settings.window + simulated > capacity:
             beside = f" with {simulated} simulated rollouts of a step" if simulated else ""
             lower = "lower episodes (or loop.steps)" + (", or simulated" if simulated else "")
             raise ConfigError(
                 f"a window of {settings.window} episodes{beside} is larger than the run's ledger",
-                f"it has {capacity} slots: groups_per_step x group_size x (max_lag + 1) of the run",
+                f"it has {capacity} slots: groups_per_step x group_size x (max_lag + 1) x forks of the run",
                 hint=f"{lower}, so that both together are {capacity} or less",
             )
         self.ledger = Ledger(ledger_location(run), capacity=capacity, composition=config.composition, log=log)

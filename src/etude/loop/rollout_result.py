@@ -18,12 +18,14 @@ from etude.rollouts.view import view_turns
 class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
     """A finished rollout as the conductor, the main process of a run, sees it.
 
-    `signs` are signs of cheating. `turns` are its turns as text; empty unless they were requested."""
+    `signs` are signs of cheating. `turns` are its turns as text; empty unless they were requested. `continuations`: the
+    other rollouts that continue from the fork of its machine (`records.rollout.Fork`)."""
 
     summary: RolloutSummary
     task: Task
     signs: CheatIndicators = CheatIndicators()
     turns: tuple[TurnView, ...] = ()
+    continuations: tuple[RolloutResult, ...] = ()
 
 
 class RolloutReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,10 +34,12 @@ class RolloutReply(msgspec.Struct, frozen=True, kw_only=True):
     summary: RolloutSummary
     signs: CheatIndicators
     turns: tuple[TurnView, ...]
+    continuations: tuple[RolloutReply, ...] = ()
 
     def with_task(self, task: Task) -> RolloutResult:
         """Return the `RolloutResult` for this reply and its task."""
-        return RolloutResult(summary=self.summary, task=task, signs=self.signs, turns=self.turns)
+        others = tuple(one.with_task(task) for one in self.continuations)
+        return RolloutResult(summary=self.summary, task=task, signs=self.signs, turns=self.turns, continuations=others)
 
 
 def store_rollout(

@@ -64,12 +64,13 @@ def siblings(
     min_step: int = 0,
     pin_step: int | None = None,
     keep_routes: bool = False,
+    forks: int = 1,
 ) -> list[RolloutSpec]:
     """Make the specs of the `n` rollouts of a group, which all try the same task. `seed` is that of the run.
 
     `min_step`: the training step of the oldest weights that may sample the rollouts. `pin_step`: the only step whose
     weights may sample them; None: any from `min_step` on. With `keep_routes` engines return the experts that they
-    chose, for training."""
+    chose, for training. `forks`: as in `RolloutSpec`."""
     return [
         RolloutSpec(
             rollout_id=f"{group_id}.{i}",
@@ -82,6 +83,7 @@ def siblings(
             min_step=min_step,
             pin_step=pin_step,
             keep_routes=keep_routes,
+            forks=forks,
         )
         for i in range(n)
     ]
@@ -163,12 +165,21 @@ def counted_signs(rollout: RolloutResult, outcome: Outcome, reward: Reward | Inv
     return rollout.signs.for_outcome(outcome) if isinstance(reward, Reward) and SIGNS in reward.gates else []
 
 
-class _Ended(NamedTuple):
-    """A rollout that has ended. `counts` is set when it was stored: whether the ledger counted it."""
+class Ended(NamedTuple):
+    """A graded rollout, as it is stored."""
 
     rollout: RolloutSummary
     outcome: Outcome
+    reward: Reward | Invalid
     signs: list[CheatIndicator]
+
+
+class _Storing(NamedTuple):
+    """A rollout that has ended, and its continuations if its machine was forked: stored in one transaction.
+
+    `counts` is set when they were stored: whether the ledger counted them."""
+
+    ended: list[Ended]
     counts: asyncio.Future[bool]
 
 
@@ -184,7 +195,7 @@ class RolloutScheduler:
         self.published = 0  # step of the newest version; rollouts that require a later one wait
         self.required_step: Callable[[int], int] | None = None  # see `Ledger.start`
         self._group_ready, self._ready = asyncio.Event(), set[str]()
-        self._ended: list[_Ended] = []  # not stored yet; at most as many as run concurrently
+        self._ended: list[_Storing] = []  # not stored yet; at most as many as run concurrently
         self._storing: asyncio.Task[None] | None = None
         self._more = asyncio.Event()  # there may be rollouts that can start
         self._num_lost: Counter[str] = Counter()  # by rollout: how many of its workers died
@@ -226,24 +237,27 @@ class RolloutScheduler:
         try:
             try:
                 rollout = await self.processes.rollout(spec)
-                outcome = await grade_rollout(self.processes, rollout)
+                ended = [await self._graded(one) for one in (rollout, *rollout.continuations)]
             except (ProcessLost, DeadlineExceeded, EngineBehind) as error:
                 await self._requeue(spec, error)
                 more.set()
                 return
-            reward = composed_reward(outcome, self.processes.config.composition)
-            signs = counted_signs(rollout, outcome, reward)
-            summary = _readable(rollout.summary, outcome)
-            if await self._finish(summary, outcome, signs):
-                self._log_rollout(summary, reward)
-                self._log_signs(summary, outcome, reward, signs)
+            if await self._finish(ended):
+                for one in ended:
+                    self._log_rollout(one.rollout, one.reward)
+                    self._log_signs(one)
         finally:
             semaphore.release()
 
-    async def _finish(self, rollout: RolloutSummary, outcome: Outcome, signs: list[CheatIndicator]) -> bool:
-        """Store an ended rollout, in one transaction with others that end within `GATHER_S`. False when the ledger no
-        longer counts it."""
-        one = _Ended(rollout, outcome, signs, asyncio.get_running_loop().create_future())
+    async def _graded(self, rollout: RolloutResult) -> Ended:
+        outcome = await grade_rollout(self.processes, rollout)
+        reward = composed_reward(outcome, self.processes.config.composition)
+        return Ended(_readable(rollout.summary, outcome), outcome, reward, counted_signs(rollout, outcome, reward))
+
+    async def _finish(self, ended: list[Ended]) -> bool:
+        """Store an ended rollout with its continuations, in one transaction with others that end within `GATHER_S`.
+        False when the ledger no longer counts them."""
+        one = _Storing(ended, asyncio.get_running_loop().create_future())
         self._ended.append(one)
         if self._storing is None or self._storing.done():
             self._storing = asyncio.create_task(self._store_all(), name="store ended rollouts")
@@ -255,10 +269,11 @@ class RolloutScheduler:
             ended, self._ended = self._ended[:AT_ONCE], self._ended[AT_ONCE:]
             await self._store(ended)
 
-    async def _store(self, ended: list[_Ended]) -> None:
+    async def _store(self, storing: list[_Storing]) -> None:
         """Store ended rollouts and their signs of cheating in one transaction, and announce the groups that are ready
         with them."""
         counts, ready = list[bool](), set[str]()
+        ended = [one for some in storing for one in some.ended]
 
         def work() -> None:
             nonlocal ready
@@ -272,20 +287,21 @@ class RolloutScheduler:
         try:
             await self.ledger_thread(self.ledger.transaction, work)
         except Exception as error:  # noqa: BLE001  raised in the tasks that wait
-            for one in ended:
-                if not one.counts.done():
-                    one.counts.set_exception(error)
+            for some in storing:
+                if not some.counts.done():
+                    some.counts.set_exception(error)
             return
         self._announce(ready)
         if self.processes.config.experience.min_group_size:
             self._more.set()  # held siblings may be admitted now
-        for one, counted in zip(ended, counts, strict=True):
-            if not one.counts.done():  # its task was cancelled
-                one.counts.set_result(counted)
+        told = iter(counts)
+        for some in storing:
+            counted = [next(told) for _ in some.ended]
+            if not some.counts.done():  # its task was cancelled
+                some.counts.set_result(counted[0])
 
-    def _log_signs(
-        self, rollout: RolloutSummary, outcome: Outcome, reward: Reward | Invalid, signs: list[CheatIndicator]
-    ) -> None:
+    def _log_signs(self, ended: Ended) -> None:
+        rollout, outcome, reward, signs = ended
         config, solved = self.processes.config, isinstance(reward, Reward) and reward.value > 0
         draw = keyed_seed(config.seed, "review", rollout.rollout_id) / 2**63 if solved and not signs else 1.0
         review = draw < config.experience.review_share
@@ -334,6 +350,8 @@ class RolloutScheduler:
             tool_s=round(rollout.tool_s, 4),
             engines=rollout.engines,
             moves=rollout.num_moves,
+            **({"forked_from": rollout.fork.origin} if rollout.fork else {}),
+            **({"unforked": rollout.unforked} if rollout.unforked else {}),
         )
 
 

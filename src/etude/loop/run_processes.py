@@ -233,12 +233,13 @@ class RunProcesses:
     async def rollout(self, spec: RolloutSpec, *, kept: bool = True) -> RolloutResult:
         """Have a worker run a rollout and store it in a file.
 
-        With `kept` the ledger (database of rollouts) refers to it. Otherwise the result has its turns as text, and the
-        caller must delete the file (`files.drop`). Worker and engines end a rollout that makes no progress long before
-        the deadline of this call. Raises `ProcessLost` when the worker dies."""
+        If its machine was forked, its continuations have ended, too. With `kept` the ledger (database of rollouts)
+        refers to it. Otherwise the result has its turns as text, and the caller must delete the file (`files.drop`).
+        Worker and engines end a rollout that makes no progress long before the deadline of this call. Raises
+        `ProcessLost` when the worker dies."""
         limits = self.config.harness
         turn_s = PATIENCE_S + (1 + limits.turn_tokens) * limits.turn_deadline_s
-        deadline_s = limits.rollout_deadline_s + limits.max_turns * turn_s
+        deadline_s = spec.forks * (limits.rollout_deadline_s + limits.max_turns * turn_s)
         reply = await self.workers.call("rollout", RolloutReply, spec, kept, deadline_s=deadline_s)
         return reply.with_task(spec.task)
 

@@ -24,6 +24,7 @@ from etude.loop.locations import rollout_files
 from etude.loop.rollout_result import RolloutReply, store_rollout
 from etude.records import Rollout, RolloutSpec
 from etude.rollouts import ScriptedPolicy, run_rollout
+from etude.rollouts.forks import run_forked
 from etude.rollouts.logs import FOLDER as LOGS
 from etude.rollouts.model_url import UrlPolicy, read_endpoint
 from etude.rollouts.rollout import session_of
@@ -68,18 +69,24 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
         )
 
     async def rollout(spec: RolloutSpec, kept: bool) -> RolloutReply:
-        """Run a rollout: of training (`kept`), or of an evaluation, which returns its turns as text."""
+        """Run a rollout: of training (`kept`), or of an evaluation, which returns its turns as text.
+
+        The reply of a rollout whose machine was forked has its other continuations."""
+        policy, harness = outside or fleet, config.harness
         try:
-            played = await run_rollout(
-                spec, runtime=runtime, policy=outside or fleet, chat=chat, harness=config.harness, logs=run / LOGS
-            )
+            if spec.forks > 1:
+                found = await run_forked(spec, runtime=runtime, policy=policy, chat=chat, harness=harness)
+            else:
+                alone = run_rollout(spec, runtime=runtime, policy=policy, chat=chat, harness=harness, logs=run / LOGS)
+                found = [await alone]
         finally:
-            fleet.forget(session_of(spec))
-        reply = await stored(played, kept=kept, find_signs=config.experience.quarantine)
+            for number in range(spec.forks):
+                fleet.forget(session_of(spec.continuation(number)))
+        reply, *others = [await stored(one, kept=kept, find_signs=config.experience.quarantine) for one in found]
         if outside is not None:
-            summary, turns = outside.counted(played.trace, reply.summary, reply.turns)
+            summary, turns = outside.counted(found[0].trace, reply.summary, reply.turns)
             return msgspec.structs.replace(reply, summary=summary, turns=turns)
-        return reply
+        return msgspec.structs.replace(reply, continuations=tuple(others))
 
     async def baseline(spec: RolloutSpec, kind: str) -> RolloutReply:
         """Run a scripted agent that needs no model: "oracle" or "random".

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -305,13 +306,37 @@ class Invalid(msgspec.Struct, frozen=True, kw_only=True, tag="invalid"):
 Outcome = Graded | Invalid
 
 
+class Unforked(enum.StrEnum):
+    """Why the machine of a rollout was not forked after its first summary, although `harness.forks` is set.
+
+    The rollout then goes on alone, on its machine. GONE: the agent has ended its machine. TOO_LARGE: the state of the
+    machine cannot be saved, mostly because of its size. The agent can cause both."""
+
+    GONE = "gone"
+    TOO_LARGE = "too-large"
+
+
+class Fork(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a rollout that it shares with other rollouts: everything up to its first summary.
+
+    After the summary the machine was forked, and each of these rollouts is one continuation. `origin`: id of the
+    rollout that sampled the shared part; it is the first continuation itself. `num_turns`: the first turns of the trace
+    are shared, so many. `num_sampled`: number of tokens that the policy sampled in them."""
+
+    origin: str
+    num_turns: int
+    num_sampled: int
+
+
 class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A rollout to run, as the conductor (the process that controls a run) sends it to a worker.
 
     Ids look like "g000012" for a group and "g000012.3" for its rollout 3. `attempt`: 0, then one more each time the
     rollout is run again. `group_seed`: for draws that all rollouts of the group share. `min_step`: the lowest version
     step of weights that may sample it. `pin_step`: the only version step that may sample it, for evaluations; None: any
-    from `min_step` on. `keep_routes`: whether completions must have routes (the expert indices of each token)."""
+    from `min_step` on. `keep_routes`: whether completions must have routes (the expert indices of each token).
+    `forks`: how many continuations to run after the first summary, each on a fork of the machine: "g000012.3",
+    "g000012.3.1", "g000012.3.2"."""
 
     rollout_id: str
     group_id: str
@@ -323,6 +348,17 @@ class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True):
     min_step: int = 0
     pin_step: int | None = None
     keep_routes: bool = True
+    forks: int = 1
+
+    def continuation(self, number: int) -> RolloutSpec:
+        """Return the spec of a continuation after the fork of the machine. Continuation 0 is this rollout itself.
+
+        Each has a seed of its own, from this rollout's seed and the number."""
+        if not number:
+            return self
+        digest = hashlib.blake2b(f"{self.seed}|continuation {number}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little") >> 1
+        return msgspec.structs.replace(self, rollout_id=f"{self.rollout_id}.{number}", seed=seed)
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
@@ -330,7 +366,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     `exports`: path → content of the files that the task declares, read from the frozen machine (`records.exports`).
     `tool_s`: seconds of `wall_s` that were spent in tool calls. `invalid`: set when the rollout failed outside the
-    agent's reach; then `exports` is empty."""
+    agent's reach; then `exports` is empty. `fork`: what it shares with other rollouts; None: nothing. `unforked`:
+    why its machine was not forked; None: it was, or was not to be."""
 
     rollout_id: str
     group_id: str
@@ -342,6 +379,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     tool_s: float
     invalid: Invalid | None = None
+    fork: Fork | None = None
+    unforked: Unforked | None = None
 
     @property
     def num_turns(self) -> int:

@@ -12,7 +12,7 @@ import msgspec
 
 from etude.records.completion import Version
 from etude.records.reward import Hint, Reward
-from etude.records.rollout import Ending, Graded, Invalid, Rollout, Trace, TurnKind
+from etude.records.rollout import Ending, Fork, Graded, Invalid, Rollout, Trace, TurnKind, Unforked
 from etude.records.wire import I32
 
 
@@ -65,7 +65,8 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
       steps are relative to the weights that continue (`experience.lineage`).
     - `sampled_by`: pairs (indices into `versions` that a token depends on, number of such tokens).
     - `invalid`: the reason, if the rollout failed outside the agent's control; None otherwise.
-    - `places`: the places of its turns (`TurnPlace`); empty in summaries by earlier versions of etude."""
+    - `places`: the places of its turns (`TurnPlace`); empty in summaries by earlier versions of etude.
+    - `fork`, `unforked`: as in `Rollout`."""
 
     rollout_id: str
     group_id: str
@@ -87,6 +88,8 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
     invalid: Invalid | None = None
     stored: StoredFile | None = None
     places: tuple[TurnPlace, ...] = ()
+    fork: Fork | None = None
+    unforked: Unforked | None = None
 
     @property
     def oldest_steps(self) -> dict[int, int]:
@@ -166,6 +169,8 @@ def summary_of(rollout: Rollout, stored: StoredFile | None = None) -> RolloutSum
         invalid=rollout.invalid,
         stored=stored,
         places=turn_places(rollout.trace),
+        fork=rollout.fork,
+        unforked=rollout.unforked,
     )
 
 
@@ -178,7 +183,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     helped the policy in some turns, which change the advantages of their tokens. `masks_stale`: whether tokens that
     were sampled more than `max_lag` steps before get no loss; otherwise such a token is an error. `better_than`: ids of
     the rollouts of the same group that this one is preferred to; empty unless the credit scheme forms preference pairs.
-    `paired`: whether it is in such a pair, as the better or the worse rollout."""
+    `paired`: whether it is in such a pair, as the better or the worse rollout. `num_context_turns`: so many first turns
+    are context only, since another member that shares them is trained on them (`Fork`)."""
 
     rollout_id: str
     group_id: str
@@ -191,6 +197,15 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     masks_stale: bool = False
     better_than: tuple[str, ...] = ()
     paired: bool = False
+    num_context_turns: int = 0
+
+    @property
+    def num_own(self) -> int:
+        """The number of tokens that the policy sampled for this member, without those that count for another one."""
+        if self.summary is None:
+            return 0
+        shared = self.summary.fork.num_sampled if self.summary.fork and self.num_context_turns else 0
+        return self.summary.num_sampled - shared
 
     @property
     def credited(self) -> bool:

@@ -79,43 +79,71 @@ async def run_on_machine(
 
     `began` is the start of the rollout by `clock`. The other arguments are those of `run_rollout`."""
     try:
-        episode = (UrlEpisode if isinstance(policy, UrlPolicy) else Episode)(
-            spec.task,
-            machine,
-            policy=policy,
-            chat=chat,
-            tools=standard_tools(harness.tools),
-            limits=harness,
-            options=_request_options(spec),
-            clock=clock,
-        )
+        episode = begin_episode(spec, machine, policy=policy, chat=chat, harness=harness, clock=clock)
         run = await run_program(episode)
         if logs is not None and run.log:
             await asyncio.to_thread(write_log, logs, spec.rollout_id, spec.attempt, run.log)
-        if isinstance(run.failure, EngineBehind):
-            raise run.failure
-        if run.failure is not None or run.ending is None:
-            boundary = Boundary.MACHINE if isinstance(run.failure, MachineError) else Boundary.PROVIDER
-            return _invalid(spec, boundary, run.failure, run, wall_s=clock() - began)
-        try:
-            await remove_history(episode)
-            exports = await take_exports(machine, spec.task, runtime, max_bytes=harness.export_bytes)
-        except (MachineError, TaskError) as error:
-            boundary = Boundary.TASK if isinstance(error, TaskError) else Boundary.MACHINE
-            return _invalid(spec, boundary, error, run, wall_s=clock() - began)
-        return Rollout(
-            rollout_id=spec.rollout_id,
-            group_id=spec.group_id,
-            attempt=spec.attempt,
-            task=spec.task,
-            trace=run.trace,
-            ending=run.ending,
-            exports=exports,
-            wall_s=clock() - began,
-            tool_s=run.tool_s,
-        )
+        return await end_rollout(spec, episode, run, runtime, clock=clock, began=began)
     finally:
         await machine.close()
+
+
+def begin_episode(
+    spec: RolloutSpec,
+    machine: Machine,
+    *,
+    policy: Policy,
+    chat: ChatFormat,
+    harness: HarnessConfig,
+    clock: Callable[[], float],
+) -> Episode:
+    """Return the episode of a rollout on its machine. The arguments are those of `run_rollout`."""
+    return (UrlEpisode if isinstance(policy, UrlPolicy) else Episode)(
+        spec.task,
+        machine,
+        policy=policy,
+        chat=chat,
+        tools=standard_tools(harness.tools),
+        limits=harness,
+        options=request_options(spec),
+        clock=clock,
+    )
+
+
+async def end_rollout(
+    spec: RolloutSpec,
+    episode: Episode,
+    run: AgentRun,
+    runtime: Runtime,
+    *,
+    clock: Callable[[], float],
+    began: float,
+) -> Rollout:
+    """Return the record of a rollout whose agent program has ended with the result `run`, with the exported files.
+
+    `began` is the start of the rollout by `clock`. Raises only `EngineBehind`."""
+    if isinstance(run.failure, EngineBehind):
+        raise run.failure
+    if run.failure is not None or run.ending is None:
+        boundary = Boundary.MACHINE if isinstance(run.failure, MachineError) else Boundary.PROVIDER
+        return invalid_rollout(spec, boundary, run.failure, run, wall_s=clock() - began)
+    try:
+        await remove_history(episode)
+        exports = await take_exports(episode.machine, spec.task, runtime, max_bytes=episode.limits.export_bytes)
+    except (MachineError, TaskError) as error:
+        boundary = Boundary.TASK if isinstance(error, TaskError) else Boundary.MACHINE
+        return invalid_rollout(spec, boundary, error, run, wall_s=clock() - began)
+    return Rollout(
+        rollout_id=spec.rollout_id,
+        group_id=spec.group_id,
+        attempt=spec.attempt,
+        task=spec.task,
+        trace=run.trace,
+        ending=run.ending,
+        exports=exports,
+        wall_s=clock() - began,
+        tool_s=run.tool_s,
+    )
 
 
 def submitted(rollout: Rollout | RolloutSummary) -> Term:
@@ -131,7 +159,8 @@ def session_of(spec: RolloutSpec) -> str:
     return f"{spec.rollout_id}/{spec.attempt}"
 
 
-def _request_options(spec: RolloutSpec) -> RequestOptions:
+def request_options(spec: RolloutSpec) -> RequestOptions:
+    """Return the settings that all completion requests of a rollout share."""
     return RequestOptions(
         session_id=session_of(spec),
         seed=spec.seed,
@@ -143,9 +172,12 @@ def _request_options(spec: RolloutSpec) -> RequestOptions:
     )
 
 
-def _invalid(
+def invalid_rollout(
     spec: RolloutSpec, boundary: Boundary, error: EtudeError | None, run: AgentRun | None = None, *, wall_s: float
 ) -> Rollout:
+    """Return the record of a rollout that is invalid. `boundary` says which part failed, and `error` why.
+
+    `run`: what the agent program had done until then. `wall_s`: how many seconds the rollout took."""
     what, facts = (error.what, error.facts) if error else ("the agent returned neither an ending nor a failure", "")
     invalid = Invalid(boundary=boundary, reason=what, evidence=f"{type(error).__name__}: {facts or what}")
     return Rollout(
@@ -166,4 +198,4 @@ def not_run(spec: RolloutSpec, boundary: Boundary, error: EtudeError, *, wall_s:
     """Return the record of a rollout that could not start because it got no machine or no engine.
 
     `boundary` says which part failed, `error` why, and `wall_s` how many seconds it took."""
-    return _invalid(spec, boundary, error, wall_s=wall_s)
+    return invalid_rollout(spec, boundary, error, wall_s=wall_s)

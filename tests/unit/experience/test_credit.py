@@ -21,9 +21,9 @@ from etude.experience.credit import (
     Rloo,
     advantages,
     better_than,
-    staged_credit,
     turn_advantages,
 )
+from etude.experience.group_credit import staged_credit
 from etude.records.reward import Reward
 from etude.records.rollout import Graded, TurnKind
 from etude.records.summary import TurnPlace

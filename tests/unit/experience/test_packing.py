@@ -10,7 +10,8 @@ import pytest
 
 from etude.errors import LedgerError
 from etude.experience import SCHEMES, Straggler, make_batch, plan_batch, record_batch, step_metrics
-from etude.experience.credit import AllPairs, BestWorst, DrGrpo, Fork, advantages, staged_credit, turn_advantages
+from etude.experience.credit import AllPairs, BestWorst, DrGrpo, Fork, advantages, turn_advantages
+from etude.experience.group_credit import staged_credit
 from etude.experience.packing import has_fresh_signal, num_not_plain, paths, reference_samples
 from etude.experience.recomputing import recompute
 from etude.experience.trace_reader import read_index, read_step, read_trace

@@ -219,6 +219,40 @@ def test_credit_that_does_not_fit_the_dpo_loss_is_refused(given: dict[str, objec
     build(RunConfig, {"learner": {"policy_loss": "dpo"}, "experience": {"credit": "best-worst"}})
 
 
+FORKS = {"harness": {"forks": 4, "summary_tokens": 32}, "experience": {"credit": "fork"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ({"experience": {}}, "set experience.credit = 'fork'"),
+        ({"experience": {"credit": "fork", "min_group_size": 2}}, "set experience.min_group_size = 0"),
+        ({"experience": {"credit": "fork", "kl": 0.1}}, "set experience.kl = 0"),
+        ({"machines": {"backend": "remote"}}, "set machines.backend to 'namespace' or 'microvm'"),
+        ({"machines": {"backend": "gvisor", "images": "store"}}, "set machines.backend to 'namespace' or 'microvm'"),
+    ],
+)
+def test_settings_with_which_machines_cannot_be_forked_are_refused(given: dict[str, object], hint: str) -> None:
+    with pytest.raises(ConfigError, match=r"harness\.forks = 4") as caught:
+        build(RunConfig, FORKS | given)
+    assert caught.value.hint == f"{hint}, or harness.forks = 1"
+    config = build(RunConfig, FORKS)
+    assert config.ledger_slots == 4 * config.experience.window.max_open_groups * config.experience.group_size
+
+
+@pytest.mark.parametrize(
+    ("harness", "reason"),
+    [
+        ({"forks": 4}, "needs summary_tokens above 0"),
+        ({"forks": 4, "summary_tokens": 32, "program": "a.b:C"}, "needs program = 'loop'"),
+        ({"forks": 0}, "forks"),
+    ],
+)
+def test_an_agent_program_that_cannot_be_forked_is_refused(harness: dict[str, object], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        build(RunConfig, FORKS | {"harness": harness})
+
+
 def test_rollouts_under_way_follow_the_room_that_a_vllm_has_for_keys_and_values() -> None:
     given = {"fleet": {"engines": ["reference", "vllm"]}, "numerics": {"mode": "native"}}
     sizes = {"engine": {"max_sequences": 16, "context_tokens": 1024}}

@@ -108,7 +108,7 @@ def test_the_settings_of_agents_in_the_guides_are_configs(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
     guides = [(GUIDES / f"{name}.md").read_text() for name in ("any-harness", "your-harness", "long-tasks")]
     texts = [text for guide in guides for text in re.findall(r"```toml\n(.*?)```", guide, re.DOTALL)]
-    program, endings, built_in, long_tasks = map(tomllib.loads, texts)
+    program, endings, built_in, long_tasks, forks = map(tomllib.loads, texts)
     program["start"] = str(tmp_path)
     with_endings = {**endings["harness"]["program"], **program["harness"]["program"]}
     both = merged(program, {"harness": {"program": with_endings}})
@@ -116,3 +116,4 @@ def test_the_settings_of_agents_in_the_guides_are_configs(tmp_path):
     assert build_config(both).harness.program.settings["status"] == {"file": "last.json", "field": "info.exit_status"}
     assert build_config(built_in).harness == HarnessConfig()
     assert build_config(long_tasks).harness.summary_tokens == 20
+    assert build(RunConfig, merged(long_tasks, forks)).harness.forks == 4

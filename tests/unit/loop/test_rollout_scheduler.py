@@ -19,9 +19,10 @@ from etude.experience.config import ExperienceConfig
 from etude.loop.adjustable_semaphore import Limit
 from etude.loop.config import RunConfig
 from etude.loop.rollout_result import RolloutResult
-from etude.loop.rollout_scheduler import AT_ONCE, RolloutScheduler
+from etude.loop.rollout_scheduler import AT_ONCE, Ended, RolloutScheduler
 from etude.loop.run_in_thread import SerialExecutor
 from etude.records import RolloutSpec
+from etude.records.reward import Reward
 from etude.records.summary import RolloutSummary
 from etude.telemetry import Telemetry
 from etude.testing import FakeRunProcesses
@@ -60,7 +61,8 @@ def counting(work: Callable[..., object], sizes: list[int]) -> Callable[..., obj
 
 
 async def ends(rolling: RolloutScheduler, rollouts: list[RolloutSummary]) -> list[bool | BaseException]:
-    waiting = [rolling._finish(rollout, Kit.graded(1.0), []) for rollout in rollouts]
+    reward = Reward(value=1.0, raw=1.0, reason="")
+    waiting = [rolling._finish([Ended(rollout, Kit.graded(1.0), reward, [])]) for rollout in rollouts]
     async with asyncio.timeout(100):
         return await asyncio.gather(*waiting, return_exceptions=True)
 

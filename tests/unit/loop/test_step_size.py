@@ -11,6 +11,7 @@ from tests.small_rollouts import Kit
 from etude.errors import ConfigError
 from etude.experience import Window
 from etude.experience.config import ExperienceConfig
+from etude.experience.credit import Credit
 from etude.harness import HarnessConfig
 from etude.loop.config import RunConfig
 from etude.loop.preflight import TOKEN_BYTES, StepSize, check_step
@@ -37,6 +38,12 @@ def test_the_largest_step_has_every_rollout_fill_its_context_with_routes_where_e
     tokens = 64 * 16 * 500
     routes = MODEL.num_moe_layers * MODEL.top_k if config.wants_routes else 0
     assert StepSize.of(config, MODEL) == StepSize(64 * 16, tokens, tokens * (TOKEN_BYTES + routes))
+    forked = replace(
+        config,
+        harness=replace(config.harness, summary_tokens=50, forks=4),
+        experience=replace(config.experience, credit=Credit.FORK),
+    )
+    assert StepSize.of(forked, MODEL).rollouts == 4 * 64 * 16
     wide = replace(MODEL, num_experts=256)
     assert StepSize.of(config, wide).num_bytes == tokens * (TOKEN_BYTES + 2 * routes)
     assert np.iinfo(np.uint8).max == 255
