@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -92,6 +93,7 @@ class Record:
     - `key`: the API key that was used; None without one.
     - `first_s`: seconds until the first event of a stream; None for other requests.
     - `spent`: the tokens that the request has taken so far.
+    - `request_id`: the id of the request, which its response has in the headers.
     - `response_id`: the id of the response, as the client sees it; "-": it has none.
     - `path`: the path of a request that no API has; "" for others.
     - `ended`: whether `end` was called."""
@@ -103,6 +105,7 @@ class Record:
     key: KeyUse | None = None
     first_s: float | None = None
     spent: Spent = field(default_factory=Spent)
+    request_id: str = field(default_factory=lambda: f"req_{uuid.uuid4().hex}")
     response_id: str = "-"
     path: str = ""
     ended: bool = False
@@ -121,7 +124,8 @@ class Record:
             spent.key = None  # a summary for which others still wait goes on, and reserves no more
         metrics.count(self, status, wall_s)
         logger.info(
-            "%s dialect=%s model=%s key=%s status=%d prompt=%d cached=%d answer=%d summary=%d ms=%.1f id=%s%s",
+            "%s dialect=%s model=%s key=%s status=%d prompt=%d cached=%d answer=%d summary=%d ms=%.1f"
+            " request=%s id=%s%s",
             self.method,
             self.dialect,
             self.model,
@@ -132,6 +136,7 @@ class Record:
             self.spent.sampled,
             self.spent.summary,
             1000 * wall_s,
+            self.request_id,
             self.response_id,
             f" path={self.path!r}" if self.path else "",
         )

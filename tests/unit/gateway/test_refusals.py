@@ -156,7 +156,7 @@ def test_an_engine_that_is_lost_is_an_error_of_the_server_before_and_after_the_f
     run(work)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b'{"model": "m"', b"\xff"])
+@pytest.mark.parametrize("body", [b"{", b'{"model": "m"', b"\xff"])
 @pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
 def test_a_body_that_is_not_json_has_a_reason_and_a_hint(path: str, body: bytes) -> None:
     async def work() -> None:

@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.gateway.sdk import qwen, said
 from tests.unit.gateway.test_refusals import NEVER, picky
 from tests.unit.harness.test_tools import TASK
 from tests.unit.harness.tokeniser import laptop_chat
@@ -235,6 +236,27 @@ def test_messages_that_differ_only_in_their_reasoning_are_no_repetition() -> Non
                 body = {"model": "any", "max_tokens": 16, "messages": talk}
                 async with c.post("/v1/messages", body, x_stainless_retry_count="1") as response:
                     assert (await response.json())["content"] == [{"type": "text", "text": expected}]
+
+    run(work)
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", None])
+def test_a_turn_goes_on_with_its_sampled_reasoning_whether_or_not_a_client_sends_it_back(field: str | None) -> None:
+    async def work() -> None:
+        answers = [said(f"<think>\nhm {number}\n</think>\n\nso {number}") for number in range(3)]
+        async with client(scripted(*answers), chat=qwen()) as c:
+            talk: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
+            for number in range(3):
+                _, body = await c.chat(messages=talk)
+                message = body["choices"][0]["message"]
+                assert (message["reasoning_content"], message["content"]) == (f"hm {number}", f"so {number}")
+                again = {"role": "assistant", "content": message["content"]}
+                again |= {} if field is None else {field: message["reasoning_content"]}
+                talk += [again, {"role": "user", "content": "go on"}]
+            turns = c.episode.result().trace.turns
+            assert [turn.parent for turn in turns] == [None, 0, 1]
+            assert [list(turn.completion.token_ids) for turn in turns] == answers
+            assert c.episode.num_resampled == 0
 
     run(work)
 
