@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -106,7 +106,7 @@ class Record:
     key: KeyUse | None = None
     first_s: float | None = None
     spent: Spent = field(default_factory=Spent)
-    request_id: str = field(default_factory=lambda: f"req_{uuid.uuid4().hex}")
+    request_id: str = field(default_factory=lambda: f"req_{secrets.token_hex(16)}")
     response_id: str = "-"
     path: str = ""
     ended: bool = False
