@@ -53,11 +53,11 @@ class EtudeError(Exception):
         return f"{self.what}{': ' + self.facts if self.facts else ''}\n  hint: {self.hint}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.what, self.facts, self.hint))
+        return (_rebuild, (type(self), self.args), self.__dict__)  # whatever arguments a subclass takes
 
 
-def _rebuild(kind: type[EtudeError], what: str, facts: str, hint: str) -> EtudeError:
-    return kind(what, facts, hint=hint)
+def _rebuild(kind: type[EtudeError], args: tuple[object, ...]) -> EtudeError:
+    return kind.__new__(kind, *args)
 
 
 class InputError(EtudeError):

@@ -21,7 +21,7 @@ from etude.config import read
 from etude.dashboard.formatting import number
 from etude.environments import prepare
 from etude.environments.backends import runtime_from_config
-from etude.errors import Exit, InputError
+from etude.errors import Exit, InputError, nearest
 from etude.harness import (
     Call,
     ChatFormat,
@@ -59,7 +59,8 @@ def check(args: argparse.Namespace) -> int:
 
     Returns exit code 1 when there is a problem. Notices do not change it."""
     config = build_config(read(args.config, args.set))
-    answer = _first_tool() if args.answers is None else _in_order(_read_answers(args.answers))
+    script = None if args.answers is None else Script(args.answers, _read_answers(args.answers))
+    answer = _first_tool() if script is None else script.answer
     asyncio.run(build_images(config, print))
     task = open_tasks(config, canaries=False).task(Split(args.split), args.task)
     with tempfile.TemporaryDirectory() as folder:
@@ -70,7 +71,7 @@ def check(args: argparse.Namespace) -> int:
     print(f"ran {run.tool_s:.1f} s, without waiting for the model")
     for line in run.log.decode(errors="replace").splitlines()[-args.lines :]:
         print(f"  | {line}".rstrip())
-    problems = list(_problems(episode, run))
+    problems = [*_problems(episode, run), *(script.problems if script is not None else ())]
     for one in problems:
         print(f"{'problem' if one.fatal else 'notice'}: {one.what}\n  hint: {one.hint}")
     fatal = run.failure is not None or any(one.fatal for one in problems)
@@ -79,16 +80,23 @@ def check(args: argparse.Namespace) -> int:
     return Exit.FAILED if fatal else Exit.DONE
 
 
-def _read_answers(path: Path) -> list[str | Call]:
-    """Read the lines of a script: a JSON text, or a call as ``{"name": ..., "arguments": {...}}``."""
-    answers: list[str | Call] = []
+def _read_answers(path: Path) -> list[tuple[int, str | Call]]:
+    """Read a script, and return each answer with the number of its line, from 1.
+
+    A line is a JSON text, or a call as ``{"name": ..., "arguments": {...}}``. Raises `InputError`."""
+    answers: list[tuple[int, str | Call]] = []
+    number = 0
     try:
-        for line in filter(str.strip, path.read_text().splitlines()):
-            one = json.loads(line)
-            answers.append(one if isinstance(one, str) else Call(str(one["name"]), dict(one["arguments"])))
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if line.strip():
+                one = json.loads(line)
+                answers.append(
+                    (number, one if isinstance(one, str) else Call(str(one["name"]), dict(one["arguments"])))
+                )
     except (OSError, ValueError, KeyError, TypeError) as error:
+        where = f"line {number} of {path} is not a scripted answer" if number else f"{path} cannot be read"
         hint = 'write one JSON value a line: "a text", or {"name": "run", "arguments": {"command": "ls"}}'
-        raise InputError(f"{path} is not a file of scripted answers", repr(error), hint=hint) from None
+        raise InputError(where, f"{type(error).__name__}: {error}", hint=hint) from None
     return answers
 
 
@@ -191,10 +199,22 @@ class ScriptedModel:
         return scripted_completion(request, self._chat, answer, max_tokens=request.sampling.max_tokens)
 
 
-def _in_order(answers: Sequence[str | Call]) -> Answer:
-    """Return a model that gives the answers one after another, then "ok"."""
-    left = iter(answers)
-    return lambda last, signatures: next(left, "ok")
+class Script:
+    """The answers of the file `path`, each with the number of its line. `problems`: calls of tools that the answered
+    request did not offer."""
+
+    def __init__(self, path: Path, answers: Sequence[tuple[int, str | Call]]) -> None:
+        self.problems: list[Problem] = []
+        self._path, self._left = path, iter(answers)
+
+    def answer(self, last: str, signatures: Mapping[str, Signature]) -> str | Call:
+        """Return the next answer; after the last one "ok"."""
+        number, answer = next(self._left, (0, "ok"))
+        if isinstance(answer, Call) and answer.name not in signatures:
+            what = f"line {number} of {self._path} calls {answer.name!r}, a tool that the request does not offer"
+            hint = nearest(answer.name, signatures) if signatures else "script a text: the request has no tools"
+            self.problems.append(Problem(what, hint))
+        return answer
 
 
 def _first_tool() -> Answer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -93,6 +94,7 @@ class Record:
     - `key`: the API key that was used; None without one.
     - `first_s`: seconds until the first event of a stream; None for other requests.
     - `spent`: the tokens that the request has used so far.
+    - `request_id`: the id of the request, which its response has in the headers.
     - `response_id`: the id of the response, as the client sees it; "-": it has none.
     - `path`: the path of a request, if no API has it; "" for all other requests.
     - `ended`: whether `end` was called."""
@@ -104,6 +106,7 @@ class Record:
     key: KeyUse | None = None
     first_s: float | None = None
     spent: Spent = field(default_factory=Spent)
+    request_id: str = field(default_factory=lambda: f"req_{secrets.token_hex(16)}")
     response_id: str = "-"
     path: str = ""
     ended: bool = False
@@ -122,7 +125,8 @@ class Record:
             spent.key = None  # a summary that others wait for is still sampled, without a reservation
         metrics.count(self, status, wall_s)
         logger.info(
-            "%s dialect=%s model=%s key=%s status=%d prompt=%d cached=%d answer=%d summary=%d ms=%.1f id=%s%s",
+            "%s dialect=%s model=%s key=%s status=%d prompt=%d cached=%d answer=%d summary=%d ms=%.1f"
+            " request=%s id=%s%s",
             self.method,
             self.dialect,
             self.model,
@@ -133,6 +137,7 @@ class Record:
             self.spent.sampled,
             self.spent.summary,
             1000 * wall_s,
+            self.request_id,
             self.response_id,
             f" path={self.path!r}" if self.path else "",
         )

@@ -31,7 +31,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from etude.errors import EtudeError
+from etude.errors import EtudeError, nearest
 from etude.gateway.access_log import Metrics, Record, logger
 from etude.gateway.config import GatewayConfig
 from etude.gateway.dialects import DIALECTS, Dialect, messages, new_head
@@ -39,6 +39,7 @@ from etude.gateway.errors import RequestRefused, broken, from_error, invalid_req
 from etude.gateway.feedback import take_signals
 from etude.gateway.http import (
     HANDLERS,
+    REQUEST_IDS,
     error_response,
     is_local,
     json_response,
@@ -46,6 +47,7 @@ from etude.gateway.http import (
     read_body,
     run_until,
     run_until_disconnect,
+    set_request_id,
 )
 from etude.gateway.keys import Keys, KeyUse
 from etude.gateway.model import ServedModel
@@ -100,7 +102,13 @@ def create_app(
         ),
     ]
     allowed = list(gateway.config.cors_origins)
-    cors = Middleware(CORSMiddleware, allow_origins=allowed, allow_methods=["GET", "POST"], allow_headers=["*"])
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=allowed,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=REQUEST_IDS,
+    )
     handlers = {**HANDLERS, 404: gateway.not_offered, 405: gateway.not_offered}
     app = _App(routes=routes, exception_handlers=handlers, middleware=[cors] if allowed else [])
     app.state.needs_key, app.state.gateway = keys is not None, gateway
@@ -194,8 +202,9 @@ class Gateway:
 
     async def not_offered(self, request: Request, error: Exception) -> Response:
         """Answer a request for an unknown path (status 404), or with a method that its path does not support (405)."""
-        response, record = no_route(request, error), Record(request.method[:20], "none")
-        record.path = request.scope["path"][:200]
+        record = Record(request.method[:20], "none", path=request.scope["path"][:200])
+        response = no_route(request, error, record.request_id)
+        set_request_id(response, record.request_id)
         record.end(response.status_code, self.metrics)
         return response
 
@@ -249,26 +258,27 @@ class Gateway:
             if has_body and not request.headers.get("content-type", "").startswith("application/json"):
                 given = request.headers.get("content-type", "")
                 facts = f"its content-type is {given[:100]!r}" if given else "it has no content-type"
-                hint, code = "send the header content-type: application/json", "unsupported_media_type"
-                raise RequestRefused(415, "the body is not JSON", facts, hint=hint, code=code)
+                hint, code = "send JSON, with the header content-type: application/json", "unsupported_media_type"
+                raise RequestRefused(415, "the body is not marked as JSON", facts, hint=hint, code=code)
             async with asyncio.timeout(self.config.deadline_s):
                 response = await work(request, record)
         except TimeoutError:
-            response = error_response(request, self._timeout())
+            response = error_response(request, self._timeout(), record.request_id)
         except asyncio.CancelledError:  # by the server, which waits no longer for running requests
             if not self._draining:
                 raise
-            response = error_response(request, stopping())
+            response = error_response(request, stopping(), record.request_id)
         except ClientDisconnect:
             response = Response(status_code=499)
         except EtudeError as error:
-            response = error_response(request, from_error(error))
+            response = error_response(request, from_error(error), record.request_id)
         except Exception:  # noqa: BLE001
             logger.exception("a request failed")
-            response = error_response(request, broken())
+            response = error_response(request, broken(), record.request_id)
         finally:
             if response is not None:
                 status = response.status_code
+                set_request_id(response, record.request_id)
             if isinstance(response, EventResponse):
                 response.at_end = end
             else:
@@ -356,8 +366,13 @@ class Gateway:
 
     def _model(self, name: str) -> ServedModel:
         if name not in self.models:
-            served = ", ".join(repr(one) for one in list(self.models)[:8])
-            what, hint = f"The model {name[:100]!r} does not exist; served are {served}.", "send one of these names"
+            names = list(self.models)
+            listed, hint = ", ".join(map(repr, names[:8])), nearest(name[:100], names)
+            if not hint.startswith("did you mean"):
+                hint = "send one of these names"
+            if len(names) > 8:
+                listed, hint = f"{listed} (8 of {len(names)})", f"{hint}; GET /v1/models lists all"
+            what = f"The model {name[:100]!r} does not exist; served are {listed}."
             raise RequestRefused(404, what, hint=hint, code="model_not_found", param="model")
         return self.models[name]
 

@@ -14,10 +14,12 @@ class RequestRefused(EtudeError):
 
     - `what`, `facts`, `hint`: the three parts of `message`, the text that the client gets.
     - `code` and `param`: fields of OpenAI's error object; `param` names the invalid request field.
-    - `context`: (tokens of the prompt and of the requested answer, maximum of the model) if the context is full, else
-      None.
+    - `context`: how many tokens were requested, and how many the model takes, if the context is full; else "".
     - `retry_s`: seconds after which the client may try again, for status 429 and 503.
-    - `allow`: the methods that the path supports, for status 405."""
+    - `allow`: the methods that the path supports, for status 405.
+    - `request_id`: the id of the refused request, as in its log line; "" before it is known."""
+
+    request_id = ""
 
     def __init__(
         self,
@@ -28,7 +30,7 @@ class RequestRefused(EtudeError):
         hint: str,
         code: str,
         param: str | None = None,
-        context: tuple[int, int] | None = None,
+        context: str = "",
         retry_s: float = 1.0,
         allow: str = "",
     ) -> None:
@@ -82,9 +84,9 @@ def invalid_tools(error: ValueError) -> RequestRefused:
     return invalid_request("a tool is invalid", str(error), hint=hint, param="tools")
 
 
-def not_json(error: Exception) -> RequestRefused:
-    """Return the error of a body that cannot be parsed (HTTP 400)."""
-    hint = "send one JSON value in UTF-8, as a JSON library writes it"
+def not_json(error: Exception, example: str = "") -> RequestRefused:
+    """Return the error of a body that cannot be parsed (HTTP 400). `example`: a body that would be taken; "": none."""
+    hint = "send one JSON value in UTF-8, as a JSON library writes it" + (f", such as {example}" if example else "")
     return invalid_request("the body is not JSON", str(error), hint=hint)
 
 
@@ -115,19 +117,26 @@ def unknown_parameter(field: str, known: Iterable[str]) -> RequestRefused:
 
 
 def context_exceeded(
-    context_tokens: int, prompt_tokens: int, answer_tokens: int, *, facts: str = "", field: str = "messages"
+    context_tokens: int,
+    prompt_tokens: int,
+    answer_tokens: int,
+    *,
+    facts: str = "",
+    field: str = "messages",
+    counted: bool = True,
 ) -> RequestRefused:
     """Return the error of a request that exceeds the context (HTTP 400), with OpenAI's message and code.
 
     `context_tokens` is the model's limit, `answer_tokens` the length of the answer that the client asked for, and
-    `field` the field of the request that has the prompt. `facts` says why a text is certainly too long; `prompt_tokens`
-    is then only a lower bound."""
+    `field` the field of the request that has the prompt. `facts` says more about the request, which OpenAI's message
+    has in place of the numbers. `counted`: whether `prompt_tokens` is the number of tokens, and no lower bound."""
     total = prompt_tokens + answer_tokens
-    if not facts:
-        facts = f"you requested {total} tokens ({prompt_tokens} in the {field}, {answer_tokens} in the completion)"
-    what = f"This model's maximum context length is {context_tokens} tokens. However, {facts}."
+    parts = f"{prompt_tokens} in the {field}, {answer_tokens} in the completion"
+    what = f"This model's maximum context length is {context_tokens} tokens. However, "
+    what += f"{facts or f'you requested {total} tokens ({parts})'}."
+    context = f"{'' if counted else 'at least '}{total} tokens > {context_tokens} maximum ({facts or parts})"
     hint, code = f"reduce the length of the {field} or completion", "context_length_exceeded"
-    return RequestRefused(400, what, hint=hint, code=code, param=field, context=(total, context_tokens))
+    return RequestRefused(400, what, hint=hint, code=code, param=field, context=context)
 
 
 def from_error(error: EtudeError) -> RequestRefused:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import ipaddress
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -16,13 +17,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from etude.errors import ConfigError, EtudeError, nearest
+from etude.errors import ConfigError, EtudeError
 from etude.gateway.config import GatewayConfig
 from etude.gateway.dialects import DIALECTS, messages
 from etude.gateway.errors import RequestRefused, broken, from_error, openai_error
 from etude.http_server import bind, disconnected, run_http_server
 
 T = TypeVar("T")
+REQUEST_IDS = ("x-request-id", "request-id")
+"""The headers of a response with the id of its request: OpenAI's clients read the first, Anthropic's the second."""
 
 
 def is_loopback(host: str) -> bool:
@@ -118,14 +121,20 @@ def json_response(body: object, status: int = 200, headers: Mapping[str, str] | 
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
-def error_response(request: Request, refused: RequestRefused) -> Response:
+def set_request_id(response: Response, request_id: str) -> None:
+    """Add the headers `REQUEST_IDS` to a response."""
+    response.raw_headers += [(name.encode(), request_id.encode()) for name in REQUEST_IDS]
+
+
+def error_response(request: Request, refused: RequestRefused, request_id: str = "", *, path: str = "") -> Response:
     """Return the HTTP response for an error, in the format of the API to which the request's path belongs.
 
     For a path of no API, or of several, the format is Anthropic's if the request has the header `anthropic-version`,
-    and otherwise OpenAI's."""
-    path = request.scope["path"]
+    and otherwise OpenAI's. `path`: the path that the request probably meant; "": its own."""
+    path = path or request.scope["path"]
     others = messages.error if "anthropic-version" in request.headers else openai_error
     write = next((d.error for d in DIALECTS.values() if path.startswith(d.path)), others)
+    refused.request_id = request_id
     return json_response(write(refused), refused.status, refused.headers)
 
 
@@ -134,7 +143,20 @@ async def _failed(request: Request, error: Exception) -> Response:
     return error_response(request, from_error(error))
 
 
-def no_route(request: Request, error: Exception) -> Response:
+def nearest_path(path: str, offered: Iterable[str]) -> str:
+    """Return the offered path that is most similar to another one, with or without /v1; "" if none is similar.
+
+    >>> nearest_path("/chat/completion", ["/v1/models", "/v1/chat/completions"])
+    '/v1/chat/completions'
+    >>> nearest_path("/v1/embeddings", ["/v1/completions"])
+    ''
+    """
+    ends = {one.removeprefix("/v1"): one for one in offered}
+    close = difflib.get_close_matches(path[:200].replace("/v1", ""), ends, n=1, cutoff=0.65)
+    return ends[close[0]] if close else ""
+
+
+def no_route(request: Request, error: Exception, request_id: str) -> Response:
     """Return the response for a path that does not exist (status 404), or does not support this method (405)."""
     path = request.scope["path"]
     what = f"{request.method} {path[:200]} is not supported"
@@ -142,12 +164,14 @@ def no_route(request: Request, error: Exception) -> Response:
         allowed = (error.headers or {})["Allow"]
         method = "POST" if "POST" in allowed else "GET"
         facts, hint, code = f"this path takes only {method}", f"send {method}", "method_not_allowed"
-        return error_response(request, RequestRefused(405, what, facts, hint=hint, code=code, allow=allowed))
+        refused = RequestRefused(405, what, facts, hint=hint, code=code, allow=allowed)
+        return error_response(request, refused, request_id)
     offered = ["/health", "/metrics", "/openapi.json", "/v1/models", "/v1/messages/count_tokens", "/v1/feedback"]
     offered += [d.path for d in DIALECTS.values()]
-    urls = "clients of OpenAI's API need the base URL http://HOST:PORT/v1, those of Anthropic's http://HOST:PORT"
-    hint = f"{nearest(path.replace('/v1/v1', '/v1'), offered)}; {urls}"
-    return error_response(request, RequestRefused(404, what, hint=hint, code="not_found"))
+    close = nearest_path(path, offered)
+    hint = f"did you mean {close!r}?" if close else f"the paths are {', '.join(sorted(offered))}."
+    hint += " Clients of OpenAI's API need the base URL http://HOST:PORT/v1, those of Anthropic's http://HOST:PORT"
+    return error_response(request, RequestRefused(404, what, hint=hint, code="not_found"), request_id, path=close)
 
 
 async def _broken(request: Request, error: Exception) -> Response:

@@ -227,13 +227,16 @@ class ServedModel:
             else:
                 pending = await self._prepare_text(parsed, index)
         except ContextFull as full:  # certainly too long, so it was not tokenised
-            raise self._too_long(parsed, self.context_tokens + 1, 0, full.facts) from None
+            raise self._too_long(parsed, self.context_tokens + 1, 0, full.facts, counted=False) from None
         request = pending.request
         spent.reserve((0 if index else len(request.prompt_ids)) + request.sampling.max_tokens)
         return pending
 
-    def _too_long(self, parsed: ChatRequest, num_prompt: int, num_answer: int, facts: str = "") -> RequestRefused:
-        return context_exceeded(self.context_tokens, num_prompt, num_answer, facts=facts, field=parsed.prompt_field)
+    def _too_long(
+        self, parsed: ChatRequest, num_prompt: int, num_answer: int, facts: str = "", *, counted: bool = True
+    ) -> RequestRefused:
+        field = parsed.prompt_field
+        return context_exceeded(self.context_tokens, num_prompt, num_answer, facts=facts, field=field, counted=counted)
 
     def _signatures(self, parsed: ChatRequest) -> Any:
         tools = parsed.tools

@@ -19,6 +19,12 @@ _RANGES: dict[str, tuple[float, float | None]] = {
     "min_tokens": (0, None),
     "top_k": (-1, None),
 }
+_APIS = {  # by dialect: what the names of its schemas begin with, and what its path does
+    "chat": ("ChatCompletion", "Create a chat completion"),
+    "text": ("Completion", "Create a completion of a text"),
+    "responses": ("Responses", "Create a response"),
+    "messages": ("Messages", "Create a message"),
+}
 _REQUIRED = {  # fields of responses that are not streams
     "chat": ("id", "object", "created", "model", "system_fingerprint", "choices", "usage"),
     "text": ("id", "object", "created", "model", "system_fingerprint", "choices", "usage"),
@@ -57,7 +63,9 @@ def document(
     denied = (401,) if has_keys else (403,)
     schemas: dict[str, Any] = {
         "OpenAIError": _error_schema({"message": _STRING, "type": _STRING, "param": _or_null, "code": _STRING}),
-        "AnthropicError": _error_schema({"type": _STRING, "message": _STRING}, {"type": {"const": "error"}}),
+        "AnthropicError": _error_schema(
+            {"type": _STRING, "message": _STRING}, {"type": {"const": "error"}}, optional={"request_id": _STRING}
+        ),
     }
     paths: dict[str, Any] = {
         "/health": {
@@ -74,24 +82,28 @@ def document(
     paths["/health"]["get"]["responses"]["503"] = {"description": "The gateway stops", "content": _whole({})}
     refusals = (400, *denied, 404, 413, 415, 429, 503, 504)
     for name, dialect in DIALECTS.items():
-        schema, parts = _body_schema(dialect.decoder, name, models)
+        prefix, summary = _APIS[name]
+        schema, parts = _body_schema(dialect.decoder, prefix, models)
         schemas |= parts
         of_anthropic = dialect.error is anthropic_error
-        schemas[name] = {**schema, "required": [*schema["required"], *(("max_tokens",) if of_anthropic else ())]}
+        required = [*schema["required"], *(("max_tokens",) if of_anthropic else ())]
+        schemas[f"{prefix}Request"] = {**schema, "title": f"{prefix}Request", "required": required}
         answer = {"type": "object", "required": list(_REQUIRED[name])}
         answers = {**_whole(answer), "text/event-stream": {}}
-        paths[dialect.path] = {"post": _operation(f"An answer ({name})", answers, refusals, dialect, body=name)}
+        paths[dialect.path] = {"post": _operation(summary, answers, refusals, dialect, body=f"{prefix}Request")}
         if of_anthropic:
-            schemas["count"] = schema
+            schemas["CountTokensRequest"] = {**schema, "title": "CountTokensRequest"}
             counted = _whole({"type": "object", "required": ["input_tokens"]})
             paths[f"{dialect.path}/count_tokens"] = {
-                "post": _operation("The tokens of a prompt", counted, refusals, dialect, body="count")
+                "post": _operation(
+                    "Count the tokens of a prompt", counted, refusals, dialect, body="CountTokensRequest"
+                )
             }
     if feedback is not None:
-        kinds, parts = msgspec.json.schema_components(feedback, ref_template="#/components/schemas/feedback{name}")
-        schemas |= {f"feedback{name}": schema for name, schema in parts.items()} | {"feedback": {"anyOf": list(kinds)}}
+        kinds, parts = _components(feedback, "Feedback")
+        schemas |= parts | {"FeedbackRequest": {"title": "FeedbackRequest", "anyOf": kinds}}
         taken = (400, *denied, *_OF_SIGNALS, 413, 415, 503)
-        signals = _operation("Signals about answers", _whole(_LIST), taken, body="feedback")
+        signals = _operation("Send signals about answers", _whole(_LIST), taken, body="FeedbackRequest")
         for status, about in _OF_SIGNALS.items():
             signals["responses"][str(status)]["description"] = about
         paths["/v1/feedback"] = {"post": signals}
@@ -111,10 +123,12 @@ def document(
 _or_null = {"type": ["string", "null"]}
 
 
-def _error_schema(fields: Mapping[str, Any], others: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def _error_schema(
+    fields: Mapping[str, Any], others: Mapping[str, Any] | None = None, *, optional: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     error = {"type": "object", "required": list(fields), "properties": dict(fields)}
     properties = {**(others or {}), "error": error}
-    return {"type": "object", "required": list(properties), "properties": properties}
+    return {"type": "object", "required": list(properties), "properties": {**properties, **(optional or {})}}
 
 
 def _whole(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,8 +171,8 @@ def _body_schema(
         for kind in [decoder.parts.get(one.name, one.type)]
     ]
     whole = msgspec.defstruct("Body", fields, kw_only=True, forbid_unknown_fields=True)
-    _, found = msgspec.json.schema_components([whole], ref_template=f"#/components/schemas/{prefix}{{name}}")
-    schema = found.pop("Body")
+    _, found = _components([whole], prefix)
+    schema = found.pop(f"{prefix}Body")
     properties = schema["properties"]
     for name, one in properties.items():
         low, high = _RANGES.get(name, (None, None))
@@ -168,4 +182,20 @@ def _body_schema(
     properties |= {name: {"enum": list(accepted)} for name, accepted in sorted(decoder.neutral.items())}
     properties |= {name: {} for name in sorted(set(decoder.harmless) - properties.keys())}
     properties["model"] = {"enum": list(models)}
-    return schema, {f"{prefix}{name}": one for name, one in found.items()}
+    return schema, found
+
+
+def _components(kinds: Sequence[type], prefix: str) -> tuple[list[Any], dict[str, dict[str, Any]]]:
+    """Return the JSON schemas of structs, and those to which they refer, by name: `prefix` and the struct's name."""
+    made, found = msgspec.json.schema_components(kinds, ref_template="{name}")
+    names = {name: prefix + name.lstrip("_").removeprefix("Declared").removeprefix("Given") for name in found}
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [renamed(one) for one in value]
+        if not isinstance(value, dict):
+            return value
+        return _reference(names[value["$ref"]]) if "$ref" in value else {k: renamed(v) for k, v in value.items()}
+
+    parts = {names[name]: renamed(schema) | {"title": names[name]} for name, schema in found.items()}
+    return renamed(list(made)), parts

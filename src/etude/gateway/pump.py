@@ -71,11 +71,11 @@ class EventPump:
                     raise late
                 events = await self._take(wait_s)
             except EtudeError as error:
-                yield self._take_begun() + self.stream.error(from_error(error))
+                yield self._take_begun() + self.error(from_error(error))
                 return
             except Exception:  # noqa: BLE001
                 logger.exception("a stream failed")
-                yield self._take_begun() + self.stream.error(broken())
+                yield self._take_begun() + self.error(broken())
                 return
             if events is None:
                 yield self._take_begun() or self.stream.ping
@@ -85,6 +85,11 @@ class EventPump:
             if not events:
                 return
             yield self._take_begun() + events
+
+    def error(self, refused: RequestRefused) -> bytes:
+        """Return the event of an error, the last of the stream."""
+        refused.request_id = self._record.request_id
+        return self.stream.error(refused)
 
     async def close(self) -> None:
         """Stop sampling, and wait until it has stopped. Idempotent."""
@@ -188,7 +193,7 @@ class EventResponse(StreamingResponse):
         except ClientDisconnect:
             pass
         except asyncio.CancelledError:  # by the server, which waits no longer for running requests
-            error = self._pump.stream.error(stopping())
+            error = self._pump.error(stopping())
             with contextlib.suppress(RuntimeError):  # it has not begun, or has just ended
                 await send({"type": "http.response.body", "body": error, "more_body": False})
         finally:

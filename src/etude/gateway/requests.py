@@ -105,6 +105,7 @@ class BodyDecoder(Generic[B]):
     - `neutral`: parameters that are not supported, each with the values that are accepted because they have no effect.
     - `harmless`: parameters that are ignored.
     - `parts`: the types of the fields whose JSON text is parsed later, by field; for the OpenAPI document.
+    - `example`: a short body that is taken, for hints.
 
     Any other parameter that is not a field of `kind` is refused."""
 
@@ -115,8 +116,10 @@ class BodyDecoder(Generic[B]):
         neutral: Mapping[str, Sequence[Any]],
         harmless: Collection[str],
         parts: Mapping[str, Any] | None = None,
+        example: str,
     ) -> None:
         self.kind, self.neutral, self.harmless, self.parts = kind, neutral, harmless, parts or {}
+        self.example = example
         self._known = {*kind.__struct_fields__, *harmless, *neutral}
         others = [(name, msgspec.Raw, ABSENT) for name in self._known.difference(kind.__struct_fields__)]
         options: Any = {"kw_only": True, "forbid_unknown_fields": True}
@@ -129,19 +132,21 @@ class BodyDecoder(Generic[B]):
         except msgspec.ValidationError as error:
             if unknown := _unknown.fullmatch(str(error)):
                 raise unknown_parameter(unknown[1], self._known) from None
-            raise invalid_value(error, self._decoder.type) from None
+            raise invalid_value(error, self._decoder.type, example=self.example) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise not_json(error) from None
+            if not data.strip():
+                raise invalid_request("the body is empty", hint=f"send a JSON object, such as {self.example}") from None
+            raise not_json(error, self.example) from None
         for name, accepted in self.neutral.items():
             if (raw := getattr(body, name)) is not ABSENT and not _is_one_of(value := _decode_value(raw), accepted):
                 raise unsupported_value(name, value, list(accepted))
         return body
 
 
-def invalid_value(error: msgspec.ValidationError, kind: Any, where: str = "") -> RequestRefused:
+def invalid_value(error: msgspec.ValidationError, kind: Any, where: str = "", example: str = "") -> RequestRefused:
     """Return the error of a JSON value that is not of the type `kind`: its place, the fault, and the expected type.
 
-    `where`: the place of the value in the body; "": it is the body."""
+    `where`: the place of the value in the body; "": it is the body. `example`: a body that is taken, for hints."""
     message, found = str(error), _path.search(str(error))
     inner = found[1] if found else ""
     facts = message[: found.start()] if found else message
@@ -151,14 +156,17 @@ def invalid_value(error: msgspec.ValidationError, kind: Any, where: str = "") ->
         kinds = [one for outer in kinds if (of := _inside(outer, name)) is not None for one in _members(of)]
     allowed = [json.dumps(v) for one in kinds if isinstance(one, msgspec.inspect.LiteralType) for v in one.values]
     if missing := _missing.fullmatch(facts):
+        hint = "send this field, which is required" + ("" if place else f", as in {example}")
         place = f"{place}.{missing[1]}" if place else missing[1]
-        return invalid_request(f"{place} is missing", hint="send this field, which is required", param=place)
+        return invalid_request(f"{place} is missing", hint=hint, param=place)
     if unknown := _unknown.fullmatch(facts):
         fields = [one.encode_name for of in kinds if isinstance(of, msgspec.inspect.StructType) for one in of.fields]
         what, hint = f"{place} has an unknown field", nearest(unknown[1][:100], fields)
         return invalid_request(what, repr(unknown[1][:100]), hint=hint, param=place)
     if allowed:
         hint = f"send {' or '.join(allowed)}"
+    elif not place:
+        hint = f"send a JSON object, such as {example}"
     elif expected := _expected.match(facts):
         hint = f"send {' or '.join(_KINDS.get(one, one) for one in expected[1].split(' | ') if one != 'null')}"
     else:

@@ -363,7 +363,11 @@ class ChatFormat:
         if kept is None or len(kept[1]) != len(tools) or not all(map(operator.is_, kept[1], tools)):
             if len(self._kept_tools) >= _MAX_KINDS:
                 self._kept_tools.clear()
-            kept = signatures, tools, [self.tokens.escape_all(tool.to_openai()) for tool in tools]
+            try:
+                kept = signatures, tools, [self.tokens.escape_all(tool.to_openai()) for tool in tools]
+            except RecursionError:
+                hint = "send tools whose schemas are less deep"
+                raise ChatError("the tools cannot be rendered", "they are nested too deeply", hint=hint) from None
             self._kept_tools[id(signatures)] = kept  # with the dict, so that no other gets its id
         return kept[2]
 
@@ -588,10 +592,10 @@ class CheckpointChatFormat(ChatFormat):
         try:
             name, arguments = str(call["function"]["name"]), call["function"]["arguments"]
             plain = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
+            function = {"name": self.tokens.escape(name), "arguments": self.tokens.escape_all(plain)}
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             hint = "a tool call is {id, type, function: {name, arguments}}, arguments a JSON object"
             raise ChatError("a tool call cannot be rendered", repr(error), hint=hint) from None
-        function = {"name": self.tokens.escape(name), "arguments": self.tokens.escape_all(plain)}
         kept = {key: self.tokens.escape(str(call[key])) for key in ("id",) if call.get(key) is not None}
         return {**kept, "type": "function", "function": function}
 

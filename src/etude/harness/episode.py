@@ -83,9 +83,6 @@ class EpisodeEnded(EtudeError):
         super().__init__("the episode has ended", f"its ending is {ending.value!r}", hint=hint)
         self.ending = ending
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (EpisodeEnded, (self.ending,))
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelTurn:

@@ -35,11 +35,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from etude.capture.short_work import ShortWork
-from etude.errors import ContextFull, EngineError, EtudeError, MachineError, nearest
+from etude.errors import ContextFull, EngineError, EtudeError, MachineError
 from etude.gateway import DIALECTS, Answer, ChatRequest, Dialect, RequestRefused
 from etude.gateway.dialects import messages
 from etude.gateway.errors import context_exceeded, from_error, invalid_request, invalid_tools, openai_error
-from etude.gateway.http import json_response, read_body
+from etude.gateway.http import json_response, nearest_path, read_body
 from etude.harness.episode import Episode, EpisodeEnded, Refusal
 from etude.http_server import bind, disconnected, run_http_server
 from etude.rollouts.attribution import (
@@ -256,7 +256,7 @@ class RolloutEndpoints:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             fields = None
         if not isinstance(fields, dict):
-            raise invalid_request("the body is not a JSON object", hint="send a JSON object, as this API has it")
+            return read(body)  # which refuses it
         n = fields.pop("n", None) or 1
         if type(n) is not int or not 1 <= n <= MAX_ANSWERS:
             raise invalid_request("n is out of range", hint=f"send a number from 1 to {MAX_ANSWERS}", param="n")
@@ -401,7 +401,10 @@ def _no_endpoint(method: str, path: str, *, machine: bool) -> RequestRefused:
     right = "POST" if path in posts else "GET" if path == "/v1/models" or path.startswith("/v1/models/") else ""
     what = f"{method} {path[:200]} is not supported by the endpoints of a rollout"
     if not right:
-        return RequestRefused(404, what, hint=nearest(path, ["/v1/models", *posts]), code="not_found")
+        offered = ["/v1/models", *posts]
+        close = nearest_path(path, offered)
+        hint = f"did you mean {close!r}?" if close else f"the paths are {', '.join(offered)}"
+        return RequestRefused(404, what, hint=hint, code="not_found")
     facts, hint, code = f"this path takes only {right}", f"send {right}", "method_not_allowed"
     return RequestRefused(405, what, facts, hint=hint, code=code, allow=right)
 
@@ -415,7 +418,8 @@ def _refusal(error: BaseException, episode: Episode) -> RequestRefused:
         return RequestRefused(429, what, facts, hint="wait for some of them first", code="rate_limit_exceeded")
     if isinstance(error, ContextFull):
         limit = episode.limits.context_tokens
-        return context_exceeded(limit, limit + 1, 0, facts=f"the request does not fit: {error.facts or error.what}")
+        facts = f"the request does not fit: {error.facts or error.what}"
+        return context_exceeded(limit, limit + 1, 0, facts=facts, counted=False)
     if isinstance(error, EngineError):
         facts = f"{error.what}{': ' + error.facts if error.facts else ''}"
         return Ended("no engine answered, so the rollout ends", facts, 503, "engine_unavailable")

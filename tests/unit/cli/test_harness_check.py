@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from etude import cli as etude
+from etude.cli.harness import Script
+from etude.harness import Call
 
 AGENT = Path(__file__).parents[3] / "examples" / "command" / "agent.py"
 CONFIG = """
@@ -147,7 +149,23 @@ def test_a_script_of_answers_is_said_in_order(check: Callable[..., tuple[int, st
     code, said = check(["{python}", str(AGENT)], "--answers", str(answers))
     assert code == 0, said
     assert "[assistant] let me see\n" in said
-    answers.write_text("no json")
+    answers.write_text('"fine"\n\nno json')
     code, said = check(["{python}", str(AGENT)], "--answers", str(answers))
     assert code == 2
-    assert "is not a file of scripted answers" in said
+    assert f"line 3 of {answers} is not a scripted answer" in said
+    assert 'hint: write one JSON value a line: "a text", or {"name": "run"' in said
+
+
+def test_a_scripted_call_of_a_tool_that_is_not_offered_is_named_with_its_line(
+    check: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    answers = tmp_path / "answers"
+    answers.write_text('"let me see"\n\n{"name": "subnit", "arguments": {}}\n{"name": "submit", "arguments": {}}\n')
+    code, said = check(["{python}", str(AGENT)], "--answers", str(answers))
+    assert code == 1, said
+    what = f"problem: line 3 of {answers} calls 'subnit', a tool that the request does not offer\n"
+    assert what + "  hint: did you mean 'submit'?\n" in said
+    assert "line 4" not in said
+    script = Script(answers, [(3, Call("subnit", {}))])
+    script.answer("begin", {})
+    assert script.problems[0].hint == "script a text: the request has no tools"

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 from tests.parity import chats
-from tests.unit.gateway.sdk import MODEL, SCHEMA, run, served
+from tests.unit.gateway.sdk import MODEL, SCHEMA, run, said, served
 from tests.unit.gateway.test_refusals import NEVER, picky
 
 from etude import gateway
 from etude.errors import ContextFull, EtudeError, MalformedRequest
+from etude.gateway import DIALECTS
 from etude.gateway.errors import RequestRefused
 from etude.harness import ChatFormat
 from etude.records import Completion, CompletionRequest
@@ -103,6 +104,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"tools": [LARK], "tool_choice": "required"}, "hint: use tool_choice = auto"),
     (RESPONSES, {"tool_choice": {"type": "web_search"}}, "tool_choice of type 'web_search' is not supported"),
     (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "hint: send tools with an input_schema"),
+    (MESSAGES, {"tools": [{"name": "f"}]}, "tools[0].input_schema is missing\n  hint: send the JSON schema"),
     (MESSAGES, {"tool_choice": {"type": "required"}}, '"any" or "auto" or "none" or "tool"'),
     # formats of answers
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format lacks json_schema.schema"),
@@ -112,8 +114,14 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "correct the JSON"),
 ]  # fmt: skip
 RAW = [
-    *((path, data, "the body is not JSON") for path in ASKED for data in (b"", b"{", b"\xff")),
-    *((path, data, "the body has an invalid value") for path in ASKED for data in (b"[]", b'"hi"', b"3")),
+    *(
+        (path, data, "the body is empty\n  hint: send a JSON object, such as {")
+        for path in ASKED
+        for data in (b"", b" ")
+    ),
+    *((path, data, "the body is not JSON") for path in ASKED for data in (b"{", b"\xff")),
+    *((path, data, "hint: send a JSON object, such as {") for path in ASKED for data in (b"[]", b'"hi"', b"3")),
+    *((path, b"{}", 'model is missing\n  hint: send this field, which is required, as in {"model"') for path in ASKED),
     (TEXT, b'{"model": "small", "prompt": "hi"} x', "the body is not JSON: JSON is malformed: trailing characters"),
     (CHAT, b'{"model": "small"}', "messages is missing\n  hint: send this field"),
     (CHAT, b'{"model": "small", "messages": [{"role": "user", "content": "\xff"}]}', "the body is not JSON"),
@@ -237,3 +245,15 @@ def test_every_place_that_answers_400_is_reached_and_says_what_why_and_what_to_d
         if not any(file == path and first <= line <= last for file, line in seen)
     ]
     assert missed == []
+
+
+def test_the_bodies_in_hints_are_answered() -> None:
+    async def work() -> None:
+        async with served([said("ok")] * len(DIALECTS)) as at:
+            for dialect in DIALECTS.values():
+                refused = await at.http.post(dialect.path.removeprefix("/v1"), json={})
+                body = refused.json()["error"]["message"].partition(", as in ")[2].replace("NAME", MODEL)
+                answer = await at.http.post(dialect.path.removeprefix("/v1"), json=json.loads(body))
+                assert answer.status_code == 200, (body, answer.text)
+
+    run(work)

@@ -182,11 +182,20 @@ def test_a_tool_that_must_be_called_is_forced_by_a_grammar() -> None:
 def test_errors_have_anthropics_shape(stream: bool) -> None:
     async def work() -> None:
         async with served([], context_tokens=64) as at:
-            long: list[Any] = [{"role": "user", "content": "x y " * 100}]
+            long: list[Any] = [{"role": "user", "content": "x y " * 1000}]
             ask: dict[str, Any] = {"model": MODEL, "max_tokens": 9, "stream": stream}
-            with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 64 maximum") as full:
+            not_counted = r"prompt is too long: at least 65 tokens > 64 maximum \(.* characters are at least"
+            with pytest.raises(anthropic.BadRequestError, match=not_counted) as full:
                 await at.anthropic.messages.create(**ask, messages=long)
             assert full.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+            short: list[Any] = [{"role": "user", "content": "x y " * 14}]
+            num = (await at.anthropic.messages.count_tokens(model=MODEL, messages=short)).input_tokens
+            assert 64 <= num < 100
+            counted = (
+                rf"prompt is too long: {num + 1} tokens > 64 maximum \({num} in the messages, 1 in the completion\)"
+            )
+            with pytest.raises(anthropic.BadRequestError, match=counted):
+                await at.anthropic.messages.create(**ask, messages=short)
             with pytest.raises(anthropic.NotFoundError) as missing:
                 await at.anthropic.messages.create(**{**ask, "model": "other"}, messages=USER)
             assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
@@ -268,10 +277,10 @@ def test_a_full_context_that_the_engine_finds_is_told_in_anthropics_words() -> N
     async def work() -> None:
         class Full:
             async def complete(self, request: CompletionRequest) -> Completion:
-                raise ContextFull("no room", hint="shorten")
+                raise ContextFull("no room", "for 300 tokens", hint="shorten")
 
         async with served(policy=Full()) as at:
-            with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+            with pytest.raises(anthropic.BadRequestError, match="prompt is too long: for 300 tokens"):
                 await at.anthropic.messages.create(model=MODEL, max_tokens=9, messages=USER)
 
     run(work)

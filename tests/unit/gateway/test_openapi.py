@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import jsonschema
 import pytest
 from starlette.routing import Route
@@ -16,21 +19,36 @@ from etude.signals import FeedbackWriter
 def test_the_document_has_every_field_that_a_body_may_have_and_the_values_that_are_taken() -> None:
     made = document([MODEL], has_keys=True, feedback=FeedbackWriter.bodies)
     schemas = made["components"]["schemas"]
-    for name, dialect in DIALECTS.items():
-        schema, decoder = schemas[name], dialect.decoder
+    for dialect in DIALECTS.values():
+        body = made["paths"][dialect.path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        schema, decoder = schemas[body.removeprefix("#/components/schemas/")], dialect.decoder
         assert set(schema["properties"]) == {*decoder.kind.__struct_fields__, *decoder.neutral, *decoder.harmless}
         assert schema["additionalProperties"] is False
         assert schema["properties"]["model"] == {"enum": [MODEL]}
-    assert schemas["chat"]["properties"]["n"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 16}
-    assert schemas["chat"]["properties"]["best_of"] == {"enum": [None, 1]}
-    assert "max_tokens" in schemas["messages"]["required"]
-    assert "max_tokens" not in schemas["count"]["required"]
+    of_chat = schemas["ChatCompletionRequest"]["properties"]
+    assert of_chat["n"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 16}
+    assert of_chat["best_of"] == {"enum": [None, 1]}
+    assert "max_tokens" in schemas["MessagesRequest"]["required"]
+    assert "max_tokens" not in schemas["CountTokensRequest"]["required"]
     assert made["security"] == [{"bearer": []}, {"header": []}]
     for path, operations in made["paths"].items():
         refusals = {
             status for operation in operations.values() if "responses" in operation for status in operation["responses"]
         }
         assert ("401" in refusals) == (path not in ("/health", "/openapi.json")), path
+
+
+def test_schemas_are_named_after_the_apis_and_no_name_is_of_a_module_or_a_private_class() -> None:
+    made = document([MODEL], has_keys=True, feedback=FeedbackWriter.bodies)
+    schemas = made["components"]["schemas"]
+    assert {"ChatCompletionRequest", "CompletionRequest", "ResponsesRequest", "MessagesRequest"} <= schemas.keys()
+    assert {"ChatCompletionMessage", "ResponsesTool", "MessagesTool", "FeedbackSignal"} <= schemas.keys()
+    for name, schema in schemas.items():
+        assert re.fullmatch("([A-Z][a-zA-Z]+)+", name), name
+        assert schema.get("title", name) == name
+    referred = set(re.findall('"#/components/schemas/([^"]*)"', json.dumps(made)))
+    assert referred == schemas.keys()
+    assert "etude." not in json.dumps(schemas)
 
 
 def test_the_gateway_offers_its_document_and_the_document_has_all_its_paths() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -133,6 +134,54 @@ def test_a_malformed_tool_is_a_bad_request_that_names_the_tools(dialect: str) ->
     run(work)
 
 
+def tool_of(path: str, function: dict[str, Any]) -> dict[str, Any]:
+    """A function as a tool in the form of a path's API."""
+    if path == "/v1/chat/completions":
+        return {"type": "function", "function": function}
+    if path == "/v1/responses":
+        return {"type": "function", **function}
+    return {"name": function.get("name"), "input_schema": function.get("parameters")}
+
+
+def deep_bodies(depth: int) -> list[tuple[str, bytes]]:
+    """Bodies with the schema of a tool, or with the arguments of a call, that are nested so deep, with their paths."""
+    user, schema, value = {"role": "user", "content": "hi"}, '{"properties":{"a":', '{"a":'
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": [user]},
+        "/v1/responses": {"input": [user]},
+        "/v1/messages": {"messages": [user], "max_tokens": 9},
+    }
+    found: list[tuple[str, str, str, int]] = []
+    for path, fields in asked.items():
+        tools = [tool_of(path, {"name": "f", "parameters": {"DEEP": 0}})]
+        found.append((path, json.dumps({"model": MODEL, **fields, "tools": tools}), schema, 2))
+    call, of_call = {"name": "f", "arguments": "ARGUMENTS"}, {"role": "tool", "tool_call_id": "1", "content": "x"}
+    talk = [user, {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": call}]}, of_call]
+    found.append(("/v1/chat/completions", json.dumps({"model": MODEL, "messages": talk}), value, 1))
+    use, result = {"type": "tool_use", "id": "1", "name": "f"}, {"type": "tool_result", "tool_use_id": "1"}
+    said_it = {"role": "assistant", "content": [{**use, "input": {"DEEP": 0}}]}
+    blocks = [user, said_it, {"role": "user", "content": [result]}]
+    found.append(("/v1/messages", json.dumps({"model": MODEL, "max_tokens": 9, "messages": blocks}), value, 1))
+    made = []
+    for path, body, opening, closing in found:
+        deep = opening * (depth // closing) + "{}" + "}" * (depth // closing * closing)
+        made.append((path, body.replace('{"DEEP": 0}', deep).replace('"ARGUMENTS"', json.dumps(deep)).encode()))
+    return made
+
+
+@pytest.mark.parametrize("depth", [100, 300, 700, 1500])
+def test_no_depth_of_a_schema_or_of_arguments_makes_an_error_of_the_server(depth: int) -> None:
+    async def work() -> None:
+        async with served([said("ok")] * 9, context_tokens=100_000) as at:
+            for path, body in deep_bodies(depth):
+                headers = {"content-type": "application/json"}
+                answer = await at.http.post(path.removeprefix("/v1"), content=body, headers=headers)
+                allowed = {100: [200], 1500: [400]}.get(depth, [200, 400])
+                assert answer.status_code in allowed, (path, answer.text[:300])
+
+    run(work)
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_an_engine_that_is_lost_is_an_error_of_the_server_before_and_after_the_first_byte(dialect: str) -> None:
     async def work() -> None:
@@ -156,7 +205,7 @@ def test_an_engine_that_is_lost_is_an_error_of_the_server_before_and_after_the_f
     run(work)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b'{"model": "m"', b"\xff"])
+@pytest.mark.parametrize("body", [b"{", b'{"model": "m"', b"\xff"])
 @pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
 def test_a_body_that_is_not_json_has_a_reason_and_a_hint(path: str, body: bytes) -> None:
     async def work() -> None:

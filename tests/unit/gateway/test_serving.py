@@ -16,6 +16,7 @@ import numpy as np
 import openai
 import pytest
 from tests.unit.gateway.sdk import CALLS, MODEL, SCHEMA, qwen, run, said, served
+from tests.unit.gateway.test_refusals import Lost
 from tests.unit.harness.tokeniser import laptop_chat, laptop_tokenizer
 
 from etude import grammars
@@ -27,6 +28,7 @@ from etude.records import Completion, CompletionRequest
 from etude.testing import ScriptedEngine, StreamingPolicy
 
 USER: list[Any] = [{"role": "user", "content": "hi"}]
+OTHER: list[Any] = [{"role": "user", "content": "another question"}]
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
 
 
@@ -44,6 +46,70 @@ def test_the_model_of_a_request_is_found_by_its_name() -> None:
                 assert answer.model == name
             with pytest.raises(openai.NotFoundError, match="'one', 'two'"):
                 await at.openai.chat.completions.create(model="three", messages=USER)
+            with pytest.raises(openai.NotFoundError, match="did you mean 'two'"):
+                await at.openai.chat.completions.create(model="twoo", messages=USER)
+        async with served(models=[f"model {name}" for name in "abcdefghi"]) as at:
+            with pytest.raises(openai.NotFoundError) as unknown:
+                await at.openai.chat.completions.create(model="three", messages=USER)
+            assert "'model h' (8 of 9)" in unknown.value.message
+            assert "GET /v1/models lists all" in unknown.value.message
+
+    run(work)
+
+
+def test_each_response_has_the_id_of_its_log_line_and_errors_of_anthropic_have_it_in_the_body(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found: list[str] = []
+
+    async def work() -> None:
+        async with served([said("a"), said("b")]) as at:
+            answer = await at.openai.chat.completions.create(model=MODEL, messages=USER)
+            message = await at.anthropic.messages.create(model=MODEL, messages=USER, max_tokens=9)
+            found.extend([answer._request_id or "", message._request_id or ""])
+            for wrong in ({"messages": []}, {"model": "other"}):
+                with pytest.raises(openai.APIStatusError) as of_openai:
+                    await at.openai.chat.completions.create(**{"model": MODEL, "messages": USER, **wrong})  # type: ignore[call-overload]
+                with pytest.raises(anthropic.APIStatusError) as of_anthropic:
+                    await at.anthropic.messages.create(**{"model": MODEL, "messages": USER, "max_tokens": 9, **wrong})  # type: ignore[call-overload]
+                found.extend([of_openai.value.request_id or "", of_anthropic.value.request_id or ""])
+                assert of_anthropic.value.body["request_id"] == found[-1]  # type: ignore[index]
+            for path in ("completion", "message", "models/other", "chat/completions"):
+                refused = await at.http.get(path)
+                assert refused.headers["x-request-id"] == refused.headers["request-id"]
+                found.append(refused.headers["request-id"])
+                assert refused.json().get("request_id") == (found[-1] if path == "message" else None)
+        async with served(policy=Lost()) as at:
+            body = {"model": MODEL, "messages": USER, "max_tokens": 9, "stream": True}
+            lost = await at.http.post("/messages", json=body)
+            found.append(lost.headers["request-id"])
+            assert f'"request_id":"{found[-1]}"' in lost.text.splitlines()[-2]
+
+    with caplog.at_level(logging.INFO, logger="etude.gateway"):
+        run(work)
+    lines = [r.getMessage() for r in caplog.records if r.name == "etude.gateway"]
+    assert [line.split(" request=")[1].split()[0] for line in lines] == found
+    assert len(set(found)) == len(found) == 11
+    assert all(one.startswith("req_") for one in found)
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", None])
+def test_reasoning_that_a_client_sends_back_continues_the_turn_with_its_sampled_tokens(field: str | None) -> None:
+    async def work() -> None:
+        answer = said("<think>\nhm <b\n</think>\n\nlook" + CALLS)
+        async with served([answer, said("then"), said("so")]) as at:
+            ask: dict[str, Any] = {"model": MODEL, "tools": TOOLS}
+            first = (await at.openai.chat.completions.create(**ask, messages=USER)).choices[0].message
+            said_first = first.model_dump(exclude_none=True, exclude={"reasoning_content"})
+            said_first |= {} if field is None else {field: "hm <b"}
+            results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in first.tool_calls or ()]
+            await at.openai.chat.completions.create(**ask, messages=[*USER, said_first, *results])
+            before, after = (list(request.prompt_ids) for request in at.engine.requests)
+            assert after[: len(before) + len(answer)] == [*before, *answer]
+            assert at.engine.requests[1].session_id == at.engine.requests[0].session_id
+            # in a conversation that is not known here, the template writes what the client sends
+            await at.openai.chat.completions.create(**ask, messages=[*OTHER, said_first, *results])
+            assert ("hm <b" in qwen().decode(at.engine.requests[2].prompt_ids)) is (field is not None)
 
     run(work)
 

@@ -13,7 +13,8 @@ import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.gateway.test_refusals import NEVER, picky
+from tests.unit.gateway.sdk import qwen, said
+from tests.unit.gateway.test_refusals import FUNCTIONS, NEVER, deep_bodies, picky, tool_of
 from tests.unit.harness.test_tools import TASK
 from tests.unit.harness.tokeniser import laptop_chat
 
@@ -235,6 +236,27 @@ def test_messages_that_differ_only_in_their_reasoning_are_no_repetition() -> Non
                 body = {"model": "any", "max_tokens": 16, "messages": talk}
                 async with c.post("/v1/messages", body, x_stainless_retry_count="1") as response:
                     assert (await response.json())["content"] == [{"type": "text", "text": expected}]
+
+    run(work)
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", None])
+def test_a_turn_goes_on_with_its_sampled_reasoning_whether_or_not_a_client_sends_it_back(field: str | None) -> None:
+    async def work() -> None:
+        answers = [said(f"<think>\nhm {number}\n</think>\n\nso {number}") for number in range(3)]
+        async with client(scripted(*answers), chat=qwen()) as c:
+            talk: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
+            for number in range(3):
+                _, body = await c.chat(messages=talk)
+                message = body["choices"][0]["message"]
+                assert (message["reasoning_content"], message["content"]) == (f"hm {number}", f"so {number}")
+                again = {"role": "assistant", "content": message["content"]}
+                again |= {} if field is None else {field: message["reasoning_content"]}
+                talk += [again, {"role": "user", "content": "go on"}]
+            turns = c.episode.result().trace.turns
+            assert [turn.parent for turn in turns] == [None, 0, 1]
+            assert [list(turn.completion.token_ids) for turn in turns] == answers
+            assert c.episode.num_resampled == 0
 
     run(work)
 
@@ -520,6 +542,37 @@ def test_a_malformed_request_is_refused_and_the_rollout_goes_on(body: bytes) -> 
                 assert response.status == 400
                 assert (await response.json())["error"]["message"]
             assert (await c.chat("a"))[0] == 200
+
+    run(work)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("chat", [CHAT, qwen()], ids=["own", "qwen"])
+def test_a_malformed_tool_is_refused_in_every_dialect_and_ends_nothing(path: str, chat: ChatFormat) -> None:
+    async def work() -> None:
+        async with client(scripted([*chat.encode("ok").tolist(), chat.stop_token_ids[0]]), chat=chat) as c:
+            for function in FUNCTIONS:
+                body = {"model": "m", **REQUESTS[path], "tools": [tool_of(path, function)]}
+                async with c.post(path, body) as response:
+                    refused = (await response.json())["error"]
+                    assert (response.status, refused["type"]) == (400, "invalid_request_error"), function
+                    assert "tool" in refused["message"]
+            assert (c.episode.failure, c.episode.ending, c.asked.calls) == (None, None, [])
+            assert (await c.chat("hi"))[0] == 200
+
+    run(work)
+
+
+@pytest.mark.parametrize("chat", [CHAT, qwen()], ids=["own", "qwen"])
+@pytest.mark.parametrize("depth", [100, 300, 700, 1500])
+def test_no_depth_of_a_schema_or_of_arguments_makes_a_rollout_invalid(depth: int, chat: ChatFormat) -> None:
+    async def work() -> None:
+        answer = [*chat.encode("ok").tolist(), chat.stop_token_ids[0]]
+        async with client(scripted(*[answer] * 9), chat=chat, context_tokens=100_000) as c:
+            for path, body in deep_bodies(depth):
+                async with c.http.post(f"{c.url}{path}", data=body) as response:
+                    assert response.status in (200, 400), (path, await response.text())
+            assert (c.episode.failure, c.episode.ending) == (None, None)
 
     run(work)
 

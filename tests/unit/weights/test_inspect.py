@@ -55,6 +55,20 @@ def test_a_version_is_found_by_step_or_prefix_and_the_lineage_comes_first(store:
     assert "v00000" in caught.value.hint
 
 
+def test_a_version_that_is_unknown_is_told_the_newest_ones_and_how_many_there_are(policy: Policy) -> None:
+    store = MemoryStore()
+    parent = None
+    for step in range(10):
+        parent = Channel(store).publish(policy(step), step=step, parent=parent, rollout_ids=[]).version
+    with pytest.raises(WeightsError) as caught:
+        find(store, "77")
+    assert f", {parent} (the newest 8 of 10; `etude weights log` lists all)" in caught.value.hint
+    assert caught.value.hint.count("v00000") == 8
+    with pytest.raises(WeightsError) as caught:
+        find(store, f"{find(store, '0').version}x")
+    assert caught.value.hint == f"did you mean '{find(store, '0').version}'?"
+
+
 def test_of_several_versions_with_the_same_weights_the_newest_is_found(store: MemoryStore, policy: Policy) -> None:
     Channel(store, incarnation="cccccccc").publish(policy(7), step=2, parent=find(store, "1").version, rollout_ids=[])
     assert find(store, "2").version.incarnation == "cccccccc"

@@ -38,7 +38,7 @@ NEUTRAL_OF_CHAT: dict[str, tuple[Any, ...]] = {
 _TEXTS = ("text", "input_text", "output_text")  # types of parts of a message
 
 
-class _Part(msgspec.Struct):
+class _ContentPart(msgspec.Struct):
     type: Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(_TEXTS)})]
     text: str = ""
 
@@ -55,37 +55,39 @@ class _ToolCall(msgspec.Struct):
 
 class _Message(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_Part] | None = None
+    content: str | list[_ContentPart] | None = None
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: Any = None
+    reasoning_content: Any = None  # a text; what others put there is ignored
+    reasoning: Any = None  # the same field of other servers
 
 
-class _Named(msgspec.Struct):
+class _NamedFunction(msgspec.Struct):
     name: str
 
 
-class _Allowed(msgspec.Struct):
+class _AllowedTools(msgspec.Struct):
     mode: Literal["auto", "required"]
     tools: list[dict[str, Any]]
 
 
-class _Choice(msgspec.Struct):
+class _ToolChoice(msgspec.Struct):
     type: Literal["function", "allowed_tools"]
-    function: _Named | None = None
-    allowed_tools: _Allowed | None = None
+    function: _NamedFunction | None = None
+    allowed_tools: _AllowedTools | None = None
 
 
-class _Schema(msgspec.Struct, forbid_unknown_fields=True):
+class _JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
     schema: dict[str, Any] | bool | None = None
     name: str = ""
     description: str | None = None
     strict: bool | None = None
 
 
-class _Format(msgspec.Struct, forbid_unknown_fields=True):
+class _ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: _Schema | None = None
+    json_schema: _JsonSchema | None = None
     schema: Any = None  # of Responses
     name: Any = None
     strict: Any = None
@@ -95,9 +97,9 @@ class _Format(msgspec.Struct, forbid_unknown_fields=True):
 class _ChatBody(Body, kw_only=True):
     messages: list[msgspec.Raw]
     tools: msgspec.Raw = ABSENT
-    tool_choice: Literal["none", "auto", "required"] | _Choice | None = None
+    tool_choice: Literal["none", "auto", "required"] | _ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    response_format: _Format | None = None
+    response_format: _ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
@@ -107,6 +109,7 @@ _decoder = BodyDecoder(
     neutral=NEUTRAL_OF_CHAT,
     harmless=HARMLESS,
     parts={"messages": list[_Message], "tools": list[dict[str, Any]] | None},
+    example='{"model": "NAME", "messages": [{"role": "user", "content": "hello"}]}',
 )
 
 
@@ -142,7 +145,7 @@ def read(data: bytes) -> ChatRequest:
 def _tools(body: _ChatBody) -> tuple[list[dict[str, Any]], bool]:
     """Return the tools that the model may call, and whether it must call one."""
     tools, choice = _tools_cache.read(body.tools), body.tool_choice
-    if not isinstance(choice, _Choice):
+    if not isinstance(choice, _ToolChoice):
         return chosen_tools(tools, None, none=choice == "none"), choice == "required"
     if choice.type == "function" and choice.function is not None:
         return chosen_tools(tools, choice.function.name), True
@@ -164,6 +167,9 @@ def _canonical(message: _Message, where: str) -> list[Message]:
         content = "".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role
     canonical: Message = {"role": role, "content": content or ""}
+    thought = message.reasoning_content or message.reasoning
+    if role == "assistant" and thought and isinstance(thought, str):
+        canonical["reasoning_content"] = thought
     if message.function_call is not None:
         what = "the old field function_call is not supported"
         raise invalid_request(what, hint="send tool_calls", param=f"{where}.function_call")

@@ -16,7 +16,7 @@ from etude.gateway.errors import invalid_request
 from etude.gateway.requests import function_tool
 
 
-class _Format(msgspec.Struct):
+class _InputFormat(msgspec.Struct):
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] = "lark"
     definition: str = ""
@@ -35,7 +35,7 @@ class DeclaredTool(msgspec.Struct):
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    format: _Format | None = None
+    format: _InputFormat | None = None
     tools: list[DeclaredTool] = []
     function: Any = None
 

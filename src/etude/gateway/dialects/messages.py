@@ -68,7 +68,7 @@ ERRORS = {
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class _Block(msgspec.Struct):
+class _ContentBlock(msgspec.Struct):
     type: str
     text: str = ""
     thinking: str = ""
@@ -76,13 +76,13 @@ class _Block(msgspec.Struct):
     name: str = ""
     input: Any = None
     tool_use_id: str = ""
-    content: str | list[_Block] | None = None
+    content: str | list[_ContentBlock] | None = None
     is_error: bool | None = None
 
 
 class _Message(msgspec.Struct):
     role: Literal["user", "assistant", "system"]
-    content: str | list[_Block]
+    content: str | list[_ContentBlock]
 
 
 class _Tool(msgspec.Struct):
@@ -98,14 +98,14 @@ class _ToolChoice(msgspec.Struct):
     disable_parallel_tool_use: bool | None = None
 
 
-class _Format(msgspec.Struct):
+class _OutputFormat(msgspec.Struct):
     type: Literal["json_schema"]
     schema: dict[str, Any] | bool
 
 
 class _OutputConfig(msgspec.Struct):
     effort: str | None = None
-    format: _Format | None = None
+    format: _OutputFormat | None = None
 
 
 class _Edit(msgspec.Struct):
@@ -120,7 +120,7 @@ class _Body(msgspec.Struct, kw_only=True):
     model: str
     messages: list[msgspec.Raw]
     max_tokens: int | None = None
-    system: str | list[_Block] | None = None
+    system: str | list[_ContentBlock] | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: float | None = None
@@ -138,6 +138,7 @@ _decoder = BodyDecoder(
     neutral=NEUTRAL,
     harmless=HARMLESS,
     parts={"messages": list[_Message], "tools": list[_Tool] | None},
+    example='{"model": "NAME", "max_tokens": 500, "messages": [{"role": "user", "content": "hello"}]}',
 )
 
 
@@ -180,20 +181,20 @@ def read_count(data: bytes) -> ChatRequest:
     )
 
 
-def _system(system: str | list[_Block] | None) -> str:
+def _system(system: str | list[_ContentBlock] | None) -> str:
     if isinstance(system, list):
         blocks = [b for i, b in enumerate(system) if not b.text.startswith(BILLING) and _is_text(b, f"system[{i}]")]
         return "\n".join(block.text for block in blocks)
     return system or ""
 
 
-def _is_text(block: _Block, where: str) -> bool:
+def _is_text(block: _ContentBlock, where: str) -> bool:
     if block.type != "text":
         raise unsupported_content(block.type, where, "text")
     return True
 
 
-def _text_of(blocks: Sequence[_Block], where: str) -> str:
+def _text_of(blocks: Sequence[_ContentBlock], where: str) -> str:
     return "\n".join(block.text for i, block in enumerate(blocks) if _is_text(block, f"{where}[{i}]"))
 
 
@@ -204,7 +205,7 @@ def _canonical(message: _Message, where: str) -> list[Message]:
     if message.role == "assistant":
         return [_assistant(message.content, where)]
     results: list[Message] = []
-    others: list[_Block] = []
+    others: list[_ContentBlock] = []
     for i, block in enumerate(message.content):
         if block.type == "tool_result":
             content = block.content or ""
@@ -219,7 +220,7 @@ def _canonical(message: _Message, where: str) -> list[Message]:
     return results
 
 
-def _assistant(blocks: Sequence[_Block], where: str) -> Message:
+def _assistant(blocks: Sequence[_ContentBlock], where: str) -> Message:
     texts, thoughts, calls = [], [], []
     for i, block in enumerate(blocks):
         if block.type == "tool_use":
@@ -240,9 +241,13 @@ _conversations = Conversations(message_reader(msgspec.json.Decoder(_Message), _c
 
 def _tool(tool: _Tool, where: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        hint = "send tools with an input_schema"
         what = f"{where}: tools of type {tool.type[:100]!r} are not supported by this model"
-        raise invalid_request(what, "the client must execute them", hint=hint, param=where)
+        facts = "they are the vendor's own, which its server runs or its models were trained to call"
+        hint = "send tools with an input_schema, which the client runs, or switch these off in the client"
+        raise invalid_request(what, facts, hint=hint, param=where)
+    if tool.input_schema is None:
+        hint = 'send the JSON schema of the arguments, such as {"type": "object", "properties": {}} for none'
+        raise invalid_request(f"{where}.input_schema is missing", hint=hint, param=f"{where}.input_schema")
     return function_tool(tool.name, tool.description, tool.input_schema)
 
 
@@ -298,12 +303,9 @@ def error(refused: RequestRefused) -> dict[str, Any]:
     kind = ERRORS.get(refused.status, "api_error" if refused.status >= 500 else "invalid_request_error")
     message = refused.message
     if refused.code == "context_length_exceeded":
-        message = "prompt is too long"
-        if refused.context is not None:
-            prompt_tokens, context_tokens = refused.context
-            message += f": {prompt_tokens} tokens > {context_tokens} maximum"
-        message += f"\n  hint: {refused.hint}"
-    return {"type": "error", "error": {"type": kind, "message": message}}
+        message = f"prompt is too long: {refused.context or refused.facts or refused.what}\n  hint: {refused.hint}"
+    identity = {"request_id": refused.request_id} if refused.request_id else {}
+    return {"type": "error", "error": {"type": kind, "message": message}, **identity}
 
 
 class _MessageStream(EventStream):

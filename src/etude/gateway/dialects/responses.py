@@ -57,7 +57,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Known parameters that are not supported, with the values that are accepted because they change nothing."""
 
 
-class _Part(msgspec.Struct):
+class _ContentPart(msgspec.Struct):
     type: str
     text: str = ""
     refusal: str = ""
@@ -66,24 +66,24 @@ class _Part(msgspec.Struct):
 class _Item(msgspec.Struct):
     type: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[_Part] | None = None
+    content: str | list[_ContentPart] | None = None
     call_id: str = ""
     name: str = ""
     namespace: str | None = None
     arguments: str = "{}"
     input: str = ""
-    output: str | list[_Part] = ""
+    output: str | list[_ContentPart] = ""
 
 
-class _Choice(msgspec.Struct):
+class _ToolChoice(msgspec.Struct):
     type: str
     name: str = ""
     namespace: str = ""
     mode: Literal["auto", "required"] = "auto"
-    tools: list[_Choice] = []
+    tools: list[_ToolChoice] = []
 
 
-class _Format(msgspec.Struct, forbid_unknown_fields=True):
+class _TextFormat(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     schema: dict[str, Any] | bool | None = None
     name: str = ""
@@ -93,7 +93,7 @@ class _Format(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Text(msgspec.Struct):
-    format: _Format | None = None
+    format: _TextFormat | None = None
     verbosity: str | None = None
 
 
@@ -105,7 +105,7 @@ class _Body(msgspec.Struct, kw_only=True):
     temperature: float | None = None
     stream: bool | None = None
     tools: msgspec.Raw = ABSENT
-    tool_choice: Literal["auto", "none", "required"] | _Choice | None = None
+    tool_choice: Literal["auto", "none", "required"] | _ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: _Text | None = None
     return_token_ids: bool | None = None
@@ -119,6 +119,7 @@ _decoder = BodyDecoder(
     neutral=NEUTRAL,
     harmless=HARMLESS,
     parts={"input": str | list[_Item], "tools": list[DeclaredTool] | None},
+    example='{"model": "NAME", "input": "hello"}',
 )
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 ECHOED = (
@@ -147,7 +148,7 @@ def read(data: bytes) -> ChatRequest:
         messages = _conversations.read(body.input, len(data), body.instructions or "")
     choice = body.tool_choice or "auto"
     only: list[str] | None = None
-    if isinstance(choice, _Choice):
+    if isinstance(choice, _ToolChoice):
         if choice.type not in ("function", "custom", "allowed_tools"):
             hint = "send auto, none, required, or an object of type function, custom or allowed_tools"
             what = f"tool_choice of type {choice.type[:100]!r} is not supported"
@@ -272,7 +273,7 @@ _echoed_tools: ParseCache[Any, msgspec.Raw] = ParseCache(
 _tools = {must: ToolsCache(DeclaredTool, partial(functions, must_call=must)) for must in (False, True)}
 
 
-def _text(content: str | list[_Part] | None, where: str) -> str:
+def _text(content: str | list[_ContentPart] | None, where: str) -> str:
     if not isinstance(content, list):
         return content or ""
     for part in content:

@@ -23,7 +23,9 @@ class _TextBody(Body, kw_only=True):
     logprobs: int | None = None
 
 
-_decoder = BodyDecoder(_TextBody, neutral=NEUTRAL_OF_TEXT, harmless=HARMLESS)
+_decoder = BodyDecoder(
+    _TextBody, neutral=NEUTRAL_OF_TEXT, harmless=HARMLESS, example='{"model": "NAME", "prompt": "once upon a time"}'
+)
 
 
 def read(data: bytes) -> ChatRequest:

@@ -242,9 +242,11 @@ def find(store: BlobStore, version: str, name: str = "policy") -> Manifest:
     if not store.list(f"manifests/{name}/"):
         require_channel(store, name)
     known = sorted(stored, key=lambda manifest: (manifest.generation, manifest.serial))
-    raise NoVersion(
-        f"no version {version!r} in channel {name!r}", hint=nearest(version, [str(m.version) for m in known[-8:]])
-    )
+    names = list(dict.fromkeys(str(manifest.version) for manifest in known))
+    hint = nearest(version, names)
+    if len(names) > 8 and not hint.startswith("did you mean"):
+        hint = f"known: {', '.join(names[-8:])} (the newest 8 of {len(names)}; `etude weights log` lists all)"
+    raise NoVersion(f"no version {version!r} in channel {name!r}", hint=hint)
 
 
 def names_version(text: str) -> bool:
@@ -266,7 +268,7 @@ def _named(manifests: Iterable[Manifest], version: str, prefix: str, name: str) 
     if len({m.version.digest for m in fitting.values()}) > 1:
         raise NoVersion(
             f"{version!r} matches {len(fitting)} versions of channel {name!r}",
-            ", ".join([*fitting][-8:]),
+            ", ".join([*fitting][-8:]) + (f" (the newest 8 of {len(fitting)})" if len(fitting) > 8 else ""),
             hint="give the full name of one of them",
         )
     return next(reversed(fitting.values()), None)
