@@ -89,11 +89,8 @@ def message_digest(message: Message) -> bytes:
     content = message.get("content") or ""
     if message["role"] == "assistant" and isinstance(content, str):
         content = content.strip()
-    if (calls := message.get("tool_calls")) or not isinstance(content, str):
-        data = _canonical([message["role"], content, [_call_identity(call) for call in calls or ()]])
-    else:  # the same bytes, in a third of the time
-        data = f"[{_encoder.encode(message['role'])},{_encoder.encode(content)},[]]".encode()
-    return hashlib.sha256(data).digest()
+    calls = [_call_identity(call) for call in message.get("tool_calls") or ()]
+    return hashlib.sha256(_canonical([message["role"], content, calls])).digest()
 
 
 def _call_identity(call: Mapping[str, Any]) -> list[Any]:
@@ -110,8 +107,7 @@ def num_chars_of(message: Message) -> int:
     if isinstance(message, KeptMessage):
         return message.num_chars
     texts = (message.get(name) for name in ("content", "reasoning_content"))
-    calls = message.get("tool_calls")
-    return sum(len(text) for text in texts if text) + (len(_canonical(calls)) if calls else 0)
+    return sum(len(text) for text in texts if text) + len(_canonical(message.get("tool_calls") or []))
 
 
 def tools_digest(tools: Sequence[Mapping[str, Any]]) -> bytes:

@@ -312,7 +312,7 @@ class ServedModel:
             raise invalid_request("logit_bias has an unknown token id", hint=hint, param="logit_bias")
         grammar = self._grammar(parsed, prompt_ids)
         return CompletionRequest(
-            request_id=f"{session_id}/{secrets.token_hex(16)}",
+            request_id=f"{session_id}/{uuid.uuid4().hex}",
             session_id=session_id,
             prompt_ids=prompt_ids,
             sampling=Sampling(

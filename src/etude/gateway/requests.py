@@ -180,10 +180,9 @@ def _inside(kind: msgspec.inspect.Type, name: str) -> msgspec.inspect.Type | Non
 def check_names(tools: Sequence[Mapping[str, Any]]) -> None:
     """Check that no two tools have one name. Raises `RequestRefused`."""
     functions = [tool.get("function") for tool in tools]
-    found = [function.get("name") for function in functions if isinstance(function, dict)]
-    names = [name for name in found if isinstance(name, str)]
-    if len(names) > len(set(names)):
-        twice = next(name for name, num in Counter(names).items() if num > 1)
+    names = [function.get("name") for function in functions if isinstance(function, dict)]
+    counts = Counter(name for name in names if isinstance(name, str))
+    if twice := next((name for name, num in counts.items() if num > 1), None):
         raise invalid_request(f"two tools have the name {twice[:100]!r}", hint="rename one", param="tools")
 
 

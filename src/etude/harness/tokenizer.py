@@ -103,10 +103,9 @@ class SafeTokenizer:
     def _encode_plain(self, text: str) -> tuple[int, ...]:
         """Tokenise in pieces: cut inside each text that the tokeniser would match as an added token."""
         cuts = [0, *(m.start() + 1 for m in self._unsaid.finditer(text)), len(text)]
-        ids: list[int] = []
-        for start, stop in itertools.pairwise(cuts):  # without offsets, and it releases the GIL
-            ids += self.tokenizer.encode_batch_fast([text[start:stop]], add_special_tokens=False)[0].ids
-        return tuple(ids)
+        pieces = [text[start:stop] for start, stop in itertools.pairwise(cuts)]
+        encode = self.tokenizer.encode_batch_fast  # without offsets, and it releases the GIL
+        return tuple(itertools.chain.from_iterable(encode([p], add_special_tokens=False)[0].ids for p in pieces))
 
     @cached_property
     def _chars_per_token(self) -> float:

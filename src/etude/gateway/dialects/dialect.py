@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -107,7 +107,7 @@ class Dialect:
 
 def new_head(request: ChatRequest, response_id: str = "") -> ResponseHead:
     """Return the head of a new response. `response_id` is hexadecimal; "": a random one."""
-    return ResponseHead(response_id or secrets.token_hex(16), request.model, int(time.time()))
+    return ResponseHead(response_id or uuid.uuid4().hex, request.model, int(time.time()))
 
 
 def data_event(body: dict[str, Any]) -> bytes:
