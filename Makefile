@@ -50,7 +50,7 @@ test-native: lint-native
 		for crate in $(CRATES); do (cd $$crate && cargo test $(CARGO)) || exit 1; done; fi
 
 test: lint test-native
-	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile
+	$(BIN)/pytest -m "not slow" -n 3 --dist loadfile
 
 test-all: lint
 	$(BIN)/python tests/everything.py

@@ -11,7 +11,8 @@ import json
 import math
 import random
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -201,3 +202,20 @@ def works_of(prompt: str) -> list[str]:
 def qualities(draw: random.Random, count: int) -> Sequence[int]:
     """Qualities of some works, of all levels."""
     return [draw.randint(LOW, HIGH) for _ in range(count)]
+
+
+def judge_in_a_thread() -> Iterator[ScriptedJudge]:
+    """A judge that is served in a thread of its own."""
+    server, ready, ended = ScriptedJudge(), threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        async with server.serve():
+            ready.set()
+            await asyncio.to_thread(ended.wait, 300.0)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
+    thread.start()
+    assert ready.wait(30.0)
+    yield server
+    ended.set()
+    thread.join(30.0)

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ from etude.evals.intervals import (
     paired_difference,
     wilson,
 )
+from etude.rewards.judges.agreement import Counts, concordance, kappa
 
 Rng = np.random.Generator
 BANDS = {"0.1 to 0.9": (0.1, 0.9), "0.9 to 0.99": (0.9, 0.99), "0.01 to 0.1": (0.01, 0.1)}
@@ -257,7 +260,49 @@ def gained(draws: int) -> dict[str, Any]:
     return {"gains": {name: gains(draws, *kind) for name, kind in SEEDS.items()}}
 
 
-PARTS = {"models": models, "recipes": recipes, "gains": gained}
+def agreement(
+    draws: int, judges: Mapping[str, tuple[int, float]] | None = None, sizes: Sequence[int] = (10, 25, 60, 200)
+) -> dict[str, Any]:
+    """Coverage of the intervals of a judge's kappa and AUC, on `sizes` clusters of four labelled works each.
+
+    `judges`: by name the scores of the scale and the noise; those of `JUDGES` by default."""
+    found = dict[str, Any]()
+    for name, (levels, noise) in (judges or JUDGES).items():
+        truth = {s: s(labels(np.random.default_rng(12), 200_000, levels, noise).table()) for s in (kappa, concordance)}
+        for clusters in sizes:
+            rng, hits = np.random.default_rng(13), Counter[str]()
+            for _ in range(draws):
+                drawn = labels(rng, clusters, levels, noise)
+                for statistic, true in truth.items():
+                    one = drawn.estimate(statistic, -1.0 if statistic is kappa else 0.0)
+                    hits[statistic.__name__] += one.low <= true <= one.high
+            found[f"{name}, {clusters} clusters"] = {statistic: hits[statistic] / draws for statistic in sorted(hits)}
+    return {"agreement": found}
+
+
+JUDGES = {
+    f"{quality} judge, {levels} scores": (levels, noise)
+    for levels in (2, 5)
+    for quality, noise in {"good": 0.2, "fair": 0.5, "poor": 1.5}.items()
+}
+"""The scores of a judge's scale, and the standard deviation of its error beside that of the works, which is 1."""
+
+
+def labels(rng: Rng, clusters: int, levels: int, noise: float) -> Counts:
+    """Scores of people and of a judge for four works in each cluster, half of whose variance they share."""
+    works = np.repeat(np.arange(clusters), 4)
+
+    def drawn() -> np.ndarray:
+        return (rng.normal(size=clusters)[works] + rng.normal(size=len(works))) * np.sqrt(0.5)
+
+    worth = drawn()
+    cuts = np.array([NormalDist().inv_cdf((i + 1) / levels) for i in range(levels - 1)])
+    people = np.searchsorted(cuts, worth)
+    judge = np.searchsorted(cuts * np.sqrt(1 + noise**2), worth + noise * drawn())
+    return Counts(people.tolist(), range(levels), judge.tolist(), range(levels), works.tolist())
+
+
+PARTS = {"models": models, "recipes": recipes, "gains": gained, "agreement": agreement}
 
 
 if __name__ == "__main__":

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.judge_server import ScriptedJudge
+from tests.judge_server import ScriptedJudge, judge_in_a_thread
 
 from etude import cli as etude
 from etude.evals.records import read_record, rows_beside
@@ -47,20 +45,7 @@ at_least = 0.99
 
 @pytest.fixture
 def judge() -> Iterator[ScriptedJudge]:
-    """A judge that is served in a thread of its own."""
-    server, ready, ended = ScriptedJudge(), threading.Event(), threading.Event()
-
-    async def serve() -> None:
-        async with server.serve():
-            ready.set()
-            await asyncio.to_thread(ended.wait, 300.0)
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
-    thread.start()
-    assert ready.wait(30.0)
-    yield server
-    ended.set()
-    thread.join(30.0)
+    yield from judge_in_a_thread()
 
 
 def test_a_suites_terms_are_measured_on_its_rollouts_and_their_judges_are_paid(

@@ -121,6 +121,8 @@ def _tiles(summary: Mapping[str, Any]) -> Iterator[Row]:
     if solved.get("latency_p50_s") is not None and solved["latency_p99_s"] is not None:
         longest = formatting.duration(solved["latency_p99_s"])
         yield "time of a task", formatting.duration(solved["latency_p50_s"]), f"held-out, median; p99 {longest}"
+    if summary["rl"]["judge_dollars"] is not None:
+        yield "judges", formatting.money(summary["rl"]["judge_dollars"]), "all answers for reward terms of RL"
     idle = summary["idle"]
     if idle["learner"] is not None:
         yield "learner idle", formatting.percent(idle["learner"]), "of the RL phase, from CPU time"

@@ -302,6 +302,7 @@ def _rl(steps: Sequence[Event]) -> dict[str, Any]:
         "reward_first": rewards[0] if rewards else None,
         "reward_last": rewards[-1] if rewards else None,
         "no_signal_share": _mean(_values(steps, "no_signal_share")),
+        "judge_dollars": number(steps[-1], "judge_dollars") if steps else None,
     }
 
 

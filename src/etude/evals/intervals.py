@@ -130,7 +130,7 @@ def paired_difference(differences: Sequence[float], problems: Sequence[Hashable]
         effective, quantile = 1.0, _T95[0]
     else:
         effective = max(1.0, n * independent / found.variance) if found.variance > 0.0 else found.num_equal
-        quantile = Z95 if found.num_clusters == n else _t95(found.num_clusters - 1)
+        quantile = Z95 if found.num_clusters == n else t95(found.num_clusters - 1)
     num_apart = sum(d != 0.0 for d in differences)
     pseudo = square * n / num_apart if num_apart else 1.0  # squared; 1 for differences of single rollouts
     centre = value * effective / (effective + 2)
@@ -156,7 +156,7 @@ def ratio(values: Sequence[float], sizes: Sequence[float]) -> Interval:
     if count == 1:
         return Interval(value, -math.inf, math.inf)
     squares = math.fsum((v - value * size) ** 2 for v, size in zip(values, sizes, strict=True))
-    half = _t95(count - 1) * math.sqrt(count / (count - 1) * squares) / total
+    half = t95(count - 1) * math.sqrt(count / (count - 1) * squares) / total
     return Interval(value, value - half, value + half)
 
 
@@ -172,7 +172,7 @@ def mean_over_seeds(values: Sequence[float]) -> Interval:
     if n < 2:
         raise ValueError(f"the variance between seeds needs at least 2 values, got {n}")
     mean = math.fsum(values) / n
-    half = _t95(n - 1) * math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
+    half = t95(n - 1) * math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
     return Interval(mean, mean - half, mean + half)
 
 
@@ -205,10 +205,10 @@ def crossed_rate(solved: Sequence[Sequence[float]], problems: Sequence[Hashable]
     if found.num_problems == 1:
         return wilson(found.mean, 1.0, _T95[0])
     added = max(0.0, found.by_seed - found.both)  # what seeds add to the variance between problems
-    variance, t_problem = found.by_problem + added, _t95(found.num_problems - 1)
+    variance, t_problem = found.by_problem + added, t95(found.num_problems - 1)
     if variance <= 0.0:
         return wilson(found.mean * found.num_problems, found.num_problems, t_problem)
-    quantile = math.sqrt((found.by_problem * t_problem**2 + added * _t95(len(solved) - 1) ** 2) / variance)
+    quantile = math.sqrt((found.by_problem * t_problem**2 + added * t95(len(solved) - 1) ** 2) / variance)
     effective = min(max(found.mean * (1 - found.mean) / variance, 1.0), float(len(solved) * len(problems)))
     return wilson(min(found.mean * effective, effective), effective, quantile)
 
@@ -231,8 +231,8 @@ def crossed_difference(differences: Sequence[Sequence[float]], problems: Sequenc
     found = _crossed(differences, problems)
     if found.num_problems == 1:
         return Interval(found.mean, -1.0, 1.0)
-    added, t_problem = max(0.0, found.by_problem - found.both), _t95(found.num_problems - 1)
-    half = math.sqrt(found.by_seed * _t95(len(differences) - 1) ** 2 + added * t_problem**2)
+    added, t_problem = max(0.0, found.by_problem - found.both), t95(found.num_problems - 1)
+    half = math.sqrt(found.by_seed * t95(len(differences) - 1) ** 2 + added * t_problem**2)
     if half == 0.0:  # one pseudo-problem in each direction, as in `paired_difference`
         half = t_problem * math.sqrt(2.0) / (found.num_problems + 2)
     return Interval(found.mean, max(-1.0, found.mean - half), min(1.0, found.mean + half))
@@ -318,9 +318,10 @@ _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Student's t of a two-sided 95 % interval, for 1 to 10 degrees of freedom."""
 
 
-def _t95(freedom: float) -> float:
-    """Student's t quantile of a two-sided 95 % interval, for 1 or more degrees of freedom: from a table up to 10, where
-    1 / freedom is interpolated, and from there by Cornish and Fisher's series."""
+def t95(freedom: float) -> float:
+    """Return Student's t quantile of a two-sided 95 % interval, for 1 or more degrees of freedom.
+
+    Up to 10 it is from a table, where 1 / freedom is interpolated, and from there by Cornish and Fisher's series."""
     if freedom <= len(_T95):
         below = int(freedom)
         if below == freedom:

@@ -48,7 +48,7 @@ from etude.harness import ChatFormat
 from etude.loop.config import RunConfig, check_forms_pairs
 from etude.loop.drift_monitor import DriftMonitor
 from etude.loop.error_groups import first_cause
-from etude.loop.evaluation import evaluate, file_name, run_price, tasks_of
+from etude.loop.evaluation import evaluate, file_name, judge_dollars, run_price, tasks_of
 from etude.loop.group_admission import WITHDRAWN, GroupAdmission
 from etude.loop.group_scoring import GroupScorer
 from etude.loop.locations import ledger_location, traces_folder, weights_store
@@ -278,6 +278,8 @@ class Conductor:
         published = await self._call("published", Published)
         await self.ledger_thread(self.ledger.commit, batch.rollout_ids, published.version)
         self._on_published(published)
+        if terms := self.rewards.at(batch.step).terms:
+            facts["judge_dollars"] = await asyncio.to_thread(judge_dollars, terms, self.run_folder)
         self.telemetry.event("rl.step", step=batch.step, num_steps=self.config.rl.steps, **facts)
         probe = self.probe.run(dict(self.processes.engines), published, learner_logprobs, remote=self.processes.remote)
         tasks.create_task(probe, name=f"probe of {published.version}")

@@ -140,3 +140,8 @@ def test_a_gain_over_seeds_is_as_unsure_as_the_seeds_differ() -> None:
     none = crossed_difference([[0.0] * 40] * 3, problems)
     assert none.low < none.value == 0.0 < none.high < 0.1
     assert crossed_difference([[1.0], [1.0]], ["a"]).low == -1.0
+
+
+def test_intervals_of_a_judges_agreement_hold_the_truth_with_few_clusters_of_labels() -> None:
+    found = coverage.agreement(250, {"good judge, 2 scores": (2, 0.2), "fair judge, 5 scores": (5, 0.5)}, (10,))
+    assert all(rate >= 0.935 for case in found["agreement"].values() for rate in case.values()), found

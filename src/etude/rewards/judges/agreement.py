@@ -9,8 +9,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-RESAMPLED = 1000
-_Z = 1.96
+from etude.evals.intervals import t95, wilson
+
+LEFT_OUT = 1000
+"""The largest number of parts of the works that are left out in turn for an interval."""
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -27,10 +29,11 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 Table = npt.NDArray[np.float64]
+Places = npt.NDArray[np.intp]
 
 
 class Counts:
-    """Counts of pairs (people's score, judge's score), over all works and over bootstrap samples of their clusters."""
+    """Counts of pairs (people's score, judge's score), over all works and without each cluster of them."""
 
     def __init__(
         self,
@@ -44,21 +47,28 @@ class Counts:
         self.shape = len(rows), len(columns)
         pairs = zip(people, judge, strict=True)
         self.cells = np.array([places[0][p] * self.shape[1] + places[1][j] for p, j in pairs])
-        numbers: dict[Hashable, int] = {}
-        self.cluster = np.array([numbers.setdefault(cluster, len(numbers)) for cluster in clusters])
+        self.members = _members(clusters)
 
-    def table(self, weights: Table | None = None) -> Table:
-        """[people's scores, judge's scores] The number of works, each with its weight."""
-        found = np.bincount(self.cells, weights, minlength=self.shape[0] * self.shape[1])
-        return found.reshape(self.shape).astype(float)
+    def table(self, left_out: Places | None = None) -> Table:
+        """[people's scores, judge's scores] The number of works, without those at some places."""
+        cells = self.cells if left_out is None else np.delete(self.cells, left_out)
+        return np.bincount(cells, minlength=self.shape[0] * self.shape[1]).reshape(self.shape).astype(float)
 
-    def estimate(self, statistic: Callable[[Table], float]) -> Estimate:
-        """Return a statistic of the table, with its bootstrap interval over clusters. The draws are always the same."""
-        n = int(self.cluster.max()) + 1
-        drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1.0 / n), RESAMPLED)
-        found = [statistic(self.table(counts[self.cluster].astype(float))) for counts in drawn]
-        low, high = np.quantile(found, [0.025, 0.975])
-        return Estimate(statistic(self.table()), float(low), float(high))
+    def estimate(self, statistic: Callable[[Table], float], lowest: float = 0.0) -> Estimate:
+        """Return a statistic from `lowest` to 1 of the table, and its interval, which counts clusters.
+
+        It is Wilson's interval with the number of independent works that would have the variance of a jackknife over
+        clusters, and Student's t quantile. If the value is the same without each cluster, as where all agree, that
+        number is the number of clusters."""
+        value, n = statistic(self.table()), len(self.members)
+        if n == 1:
+            return Estimate(value, lowest, 1.0)
+        width = 1.0 - lowest
+        share = min(max((value - lowest) / width, 0.0), 1.0)
+        variance = _variance([statistic(self.table(some)) for some in self.members]) / width**2
+        effective = max(1.0, share * (1.0 - share) / variance) if variance > 0.0 else float(n)
+        found = wilson(share * effective, effective, t95(n - 1))
+        return Estimate(value, lowest + width * found.low, lowest + width * found.high)
 
 
 def kappa(table: Table) -> float:
@@ -107,32 +117,43 @@ def in_order(table: Table) -> float:
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """Return the mean of independent values and its interval by the normal distribution; unbounded for one value."""
-    value = float(np.mean(values))
-    half = _Z * float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    """Return the mean of independent values and its interval by Student's t; unbounded for one value."""
+    value, n = float(np.mean(values)), len(values)
+    half = t95(n - 1) * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else math.inf
     return Estimate(value, value - half, value + half)
 
 
-Places = npt.NDArray[np.intp]
-
-
 def clustered(clusters: Sequence[Hashable], plain: Estimate, statistic: Callable[[Places], float | None]) -> Estimate:
-    """Return an estimate; if there are clusters of several works, with the interval of its bootstrap over clusters.
+    """Return an estimate; if there are clusters of several works, with the interval of a jackknife over clusters.
 
     `clusters`: the cluster of each work. `plain`: the estimate for independent works. `statistic`: the value of the
-    works at some places, with repetitions; None if they have none. The draws are always the same."""
-    members: dict[Hashable, list[int]] = {}
-    for place, cluster in enumerate(clusters):
-        members.setdefault(cluster, []).append(place)
+    works at some places; None if they have none. The interval has Student's t quantile."""
+    members = _members(clusters)
     if len(members) == len(clusters):
         return plain
-    if len(members) == 1:
+    everyone = np.arange(len(clusters))
+    found = [statistic(np.delete(everyone, some)) for some in members]
+    values = [value for value in found if value is not None]
+    if len(values) < 2:
         return Estimate(plain.value, -math.inf, math.inf)
-    places, draws = [np.array(some) for some in members.values()], np.random.default_rng(0)
-    drawn = (draws.integers(len(places), size=len(places)) for _ in range(RESAMPLED))
-    found = [statistic(np.concatenate([places[i] for i in some])) for some in drawn]
-    low, high = np.quantile([value for value in found if value is not None], [0.025, 0.975])
-    return Estimate(plain.value, float(low), float(high))
+    half = t95(len(values) - 1) * math.sqrt(_variance(values))
+    return Estimate(plain.value, plain.value - half, plain.value + half)
+
+
+def _members(clusters: Sequence[Hashable]) -> list[Places]:
+    """The places of each cluster. Of more than `LEFT_OUT` clusters, some are put together."""
+    numbers: dict[Hashable, int] = {}
+    found: dict[int, list[int]] = {}
+    for place, cluster in enumerate(clusters):
+        number = numbers.setdefault(cluster, len(numbers)) % LEFT_OUT
+        found.setdefault(number, []).append(place)
+    return [np.array(some) for some in found.values()]
+
+
+def _variance(left_out: Sequence[float]) -> float:
+    """The variance of a statistic, from its values without each cluster: the jackknife (Efron and Stein 1981)."""
+    n = len(left_out)
+    return (n - 1) * float(np.var(left_out))
 
 
 def clustered_mean(clusters: Sequence[Hashable], values: Sequence[float]) -> Estimate:
@@ -141,18 +162,21 @@ def clustered_mean(clusters: Sequence[Hashable], values: Sequence[float]) -> Est
 
 
 def correlation(clusters: Sequence[Hashable], first: Sequence[float], second: Sequence[float]) -> Estimate | None:
-    """Spearman's rank correlation, with Fisher's interval; None for fewer than 5 values, or constant ones."""
+    """Spearman's rank correlation, its interval on Fisher's scale; None for fewer than 5 values, or constant ones."""
     both = np.array([first, second])
 
-    def spearman(at: Places) -> float | None:
+    def fisher(at: Places) -> float | None:
         ranks = [_ranks(values[at]) for values in both]
-        return float(np.corrcoef(ranks[0], ranks[1])[0, 1]) if all(one.std() for one in ranks) else None
+        if not all(one.std() for one in ranks):
+            return None
+        return math.atanh(min(max(float(np.corrcoef(ranks[0], ranks[1])[0, 1]), -0.999999), 0.999999))
 
-    value = spearman(np.arange(len(first)))
-    if len(first) < 5 or value is None:
+    n = len(first)
+    if n < 5 or (centre := fisher(np.arange(n))) is None:
         return None
-    centre, half = math.atanh(min(max(value, -0.999999), 0.999999)), _Z * 1.03 / math.sqrt(len(first) - 3)
-    return clustered(clusters, Estimate(value, math.tanh(centre - half), math.tanh(centre + half)), spearman)
+    half = t95(n - 3) * 1.03 / math.sqrt(n - 3)
+    found = clustered(clusters, Estimate(centre, centre - half, centre + half), fisher)
+    return Estimate(*map(math.tanh, (found.value, found.low, found.high)))
 
 
 def _ranks(values: Table) -> Table:

@@ -5,7 +5,7 @@ works is asked about pairs or groups of labelled works, and its choice in each p
 
 A hash of the work puts its label into one of two halves. You improve a rubric with one half and report the numbers of
 the other, so that a rubric fitted to its labels does not look better than it is. Works with the same `group`, such as
-attempts at one task, are in the same half, and the bootstrap of the intervals resamples them together."""
+attempts at one task, are in the same half, and are one cluster in the intervals."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ async def _of_works(judge: Judge, labels: Sequence[Label]) -> AspectReport:
         aspect=aspect.name,
         num_labels=len(known),
         num_unknown=len(labels) - len(known),
-        kappa=agreed.estimate(kappa),
+        kappa=agreed.estimate(kappa, -1.0),
         auc=ordered.estimate(concordance),
         exact=float(np.trace(table) / table.sum()),
         length=correlation(clusters, more, lengths),
@@ -298,7 +298,7 @@ async def _of_pairs(judge: Judge, labels: Sequence[Label], mode: Mode) -> Aspect
         aspect=labels[0].aspect.name,
         num_labels=len(known),
         num_unknown=len(labels) - len(known),
-        kappa=counts.estimate(kappa),
+        kappa=counts.estimate(kappa, -1.0),
         auc=counts.estimate(in_order),
         exact=float(np.trace(table) / table.sum()),
         length=correlation(clusters, more, longer),

@@ -267,7 +267,7 @@ def test_the_distance_of_judges_that_rank_is_that_of_their_ranks_and_no_other_mo
     assert "mode = 'ranking'" in refused.value.facts
 
 
-def test_works_of_one_group_are_in_one_half_and_are_drawn_together(tmp_path: Path) -> None:
+def test_works_of_one_group_are_in_one_half_and_are_one_cluster(tmp_path: Path) -> None:
     given = [row | {"group": f"task {number // 4}"} for number, row in enumerate(rows(200))]
     labels = read_labels(written(tmp_path, given), RUBRIC, no_rollouts)
     assert all(len({one.half for one in labels[at : at + 4]}) == 1 for at in range(0, 200, 4))
