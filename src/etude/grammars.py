@@ -130,8 +130,7 @@ def from_tool_calls(
 
 
 def with_answer(calls: str, schema: Mapping[str, Any] | bool) -> str:
-    """Return the grammar of a completion that is either a text of the grammar `calls` or JSON that is valid under a
-    schema.
+    """Return the grammar of a completion that the grammar `calls` matches, or that is JSON valid under a schema.
 
     `calls`: a grammar of kind "lark" whose first line is its rule `start`, as `from_tool_calls` makes it. Raises
     `GrammarError` for another grammar, and for a schema that no JSON fulfils.
@@ -185,7 +184,7 @@ def _part(piece: str, tool: Tool, arguments: str, tokens: Mapping[str, int]) -> 
 
 
 def literal(text: str, tokens: Mapping[str, int]) -> str:
-    """Return the Lark of a text: strings, and the token ids of the parts that are tokens.
+    """Return a Lark expression for a text: strings, and token ids for the parts that are tokens.
 
     >>> literal("so<|end|>", {"<|end|>": 5})
     '"so" <[5]>'
@@ -201,7 +200,7 @@ def literal(text: str, tokens: Mapping[str, int]) -> str:
 
 
 def text_before(end: str, tokens: Mapping[str, int]) -> str:
-    """Return the Lark of any text that does not contain `end`, and then `end`: as one token, if it is one of `tokens`.
+    """Return a Lark expression for any text without `end`, and then `end`: as one token, if it is one of `tokens`.
 
     The first character of `end` must occur only once in `end`. In the text, it may occur wherever `end` does not
     follow.
@@ -229,7 +228,7 @@ def _arguments(schema: Mapping[str, Any] | None) -> str:
 
 
 def json_value(schema: Mapping[str, Any]) -> str:
-    """Return the Lark of JSON that is valid under a schema."""
+    """Return a Lark expression for JSON that is valid under a schema."""
     return "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
 
 

@@ -155,7 +155,7 @@ def test_all_answered_requests_are_attributed_to_turns(tmp_path: Path) -> None:
     logs = [
         "etude: exit code 0\n" + counts.format(3, 4, 1),
         "etude: a request did not fit: 259 tokens\netude: exit code 1\n" + counts.format(2, 3, 0),
-        "etude: killed after 30 s of its own\n" + counts.format(1, 2, 0),
+        "etude: killed after 30 s without waiting for the model\n" + counts.format(1, 2, 0),
     ]
     for number, log in enumerate(logs):
         (tmp_path / "harness" / f"{number}.log").write_text(log)

@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from etude import cli as etude
 from etude.errors import Exit
+from etude.evals.records import read_record
 from etude.run import RunFolder
 from etude.stores import open_store
 from etude.weights.chain.inspect import find
@@ -374,6 +376,15 @@ def test_a_step_and_a_branch_of_a_run_are_served_by_name(circle: Path, cli_in: C
                 answer = client.completions.create(model=name, prompt="def f", max_tokens=4, seed=7)
                 assert (answer.model, answer.usage.completion_tokens > 0) == (name, True)
                 assert answer.system_fingerprint == str(last if name == "last" else first)
+        prices, out = circle.parent.parent / "prices.toml", circle.parent.parent / "by-url"
+        prices.write_text("machine_second = 1e-5\n[models.last]\ninput = 2.0\noutput = 2.0\ncached_input = 1.0\n")
+        at = ("--url", line.split(" at ")[1].split()[0], "--model", "last", "--key-variable", "SERVED_KEY")
+        asked = ("eval", "own", *at, "--config", "tiny.toml", "--tasks", "2", "--tries", "2", "--prices", prices)
+        by_url = replace(command, env={**command.env, "SERVED_KEY": "k3y"})(*asked, "--out", out)
+        assert by_url.returncode == 0, by_url.stderr
+        rated = read_record(out / "own" / "last.json")
+        assert (rated.result.num_tasks, dict(rated.result.invalid), rated.model) == (2, {}, "last")
+        assert rated.result.dollars, "every turn was asked for at the URL, and has a price"
         server.send_signal(signal.SIGINT)
         assert server.wait(300) == 0
     finally:

@@ -20,13 +20,13 @@ from etude.capture.chat import Message, ParsedReply
 from etude.records.exports import OWN
 
 REQUEST = "summarise"
-"""The user message that asks for a summary. It is short because it is in every context that is summarised."""
+"""The user message that requests a summary. It is short because every context that is summarised contains it."""
 HISTORY = f"{OWN}history.txt"
 """The file in the machine's working directory with all messages before the last summary."""
 LOW_SHARE, HIGH_SHARE = 0.5, 0.8
-"""The range of triggers, as shares of the context."""
+"""The range of the length at which a conversation is summarised, as shares of the context."""
 MAX_ATTEMPTS = 3
-"""Summaries that may be sampled in a row until one of them is valid."""
+"""How often a summary is sampled, in a row, until one is valid."""
 
 
 MESSAGE_TOKENS = 8
@@ -38,10 +38,10 @@ class SummaryLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The limits with which conversations were summarised in training. They are stored in `etude.json` of an exported
     checkpoint.
 
-    - `context_tokens`: the most tokens of a conversation.
-    - `summary_tokens`: the most tokens of a summary, at least 1 and at most a quarter of the context.
-    - `turn_tokens`: the most tokens of a turn.
-    - `max_turns`: the most turns of an agent.
+    - `context_tokens`: the maximum number of tokens of a conversation.
+    - `summary_tokens`: the maximum number of tokens of a summary, from 1 to a quarter of the context.
+    - `turn_tokens`: the maximum number of sampled tokens of a turn.
+    - `max_turns`: the maximum number of turns of an agent.
     - `temperature`: the sampling temperature of turns.
 
     Raises `ValueError` for values outside of their ranges."""
@@ -87,7 +87,7 @@ class Carried:
 
 
 def trigger_tokens(group_seed: int, *, context_tokens: int) -> int:
-    """Return the length in tokens from which a conversation is summarised: 50 to 80 % of the context, drawn by the
+    """Return the number of tokens from which a conversation is summarised: 50 to 80 % of the context, drawn from the
     seed.
 
     All rollouts of a group have the same length, so that their rewards differ only by what the model did. It varies
@@ -102,8 +102,8 @@ def trigger_tokens(group_seed: int, *, context_tokens: int) -> int:
 
 
 def served_trigger(context_tokens: int) -> int:
-    """Return the length in tokens from which a conversation is summarised in production: the greatest length that
-    training uses.
+    """Return the number of tokens from which a conversation is summarised in production: the maximum of
+    `trigger_tokens`.
 
     >>> served_trigger(1000)
     800
@@ -153,9 +153,9 @@ def instructions_of(messages: Sequence[Message]) -> list[Message]:
 
 
 def stops_of(messages: Sequence[Message], start: int) -> list[int]:
-    """Return the places where a summary may be made, each as the number of messages before it.
+    """Return the positions at which a conversation may be summarised, each as the number of messages before it.
 
-    From message `start` on, a summary may be made before each turn of the model but the first, and after all messages.
+    From message `start` on, these are before each turn of the model except the first, and after all messages.
 
     >>> roles = ["user", "assistant", "tool", "assistant", "tool"]
     >>> stops_of([{"role": role} for role in roles], 0)
@@ -197,7 +197,7 @@ def without_last_exchange(messages: Sequence[Message]) -> list[Message] | None:
 
 
 def summary_fault(reply: ParsedReply, *, ended: bool, num_tokens: int, max_tokens: int) -> SummaryFault | None:
-    """Return the reason to refuse the completion of a request for a summary, or None for a valid summary.
+    """Return why a summary that the model sampled is refused, or None if it is valid.
 
     `reply`: the parsed completion. `ended`: whether it ends with a stop token. `num_tokens`: the sampled tokens, of at
     most `max_tokens`."""
@@ -224,8 +224,8 @@ def go_on(head: Sequence[Message], carried: Carried) -> list[Message]:
 
 
 def joined(before: Sequence[Message], after: Sequence[Message]) -> list[Message]:
-    """Return two parts of a conversation as one. Two messages of the user in a row become one message, since many
-    templates refuse two.
+    """Concatenate two parts of a conversation. Two consecutive user messages become one, since many chat templates
+    refuse two.
 
     >>> joined([{"role": "user", "content": "fix"}], [{"role": "user", "content": "now"}])
     [{'role': 'user', 'content': 'fix\\nnow'}]
@@ -236,7 +236,7 @@ def joined(before: Sequence[Message], after: Sequence[Message]) -> list[Message]
 
 
 def history_text(messages: Sequence[Message]) -> str:
-    """Return messages as one text that an agent can search. Each message begins with its role in brackets.
+    """Return messages as one text, which an agent can search. Each message begins with its role in brackets.
 
     >>> call = {"function": {"name": "cat", "arguments": {"path": "a.py"}}}
     >>> print(history_text([{"role": "assistant", "content": "", "tool_calls": [call]}]), end="")

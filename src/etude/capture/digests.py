@@ -13,7 +13,7 @@ from etude.capture.chat import Message
 
 
 class KeptMessage(dict[str, Any]):
-    """A message that must not be changed, with its digest (`message_digest`) and its number of characters."""
+    """A message with its digest (`message_digest`) and number of characters, computed once. It must not be modified."""
 
     __slots__ = ("digest", "num_chars")
 
@@ -23,8 +23,9 @@ class KeptMessage(dict[str, Any]):
 
 
 class KeptTools(list[dict[str, Any]]):
-    """A list of tools that must not be changed, with its digest. It can be the key of a dict; two such lists are equal
-    only if they are the same object."""
+    """A list of tools with its digest, computed once. It must not be modified.
+
+    It can be the key of a dict, where only the same object is found."""
 
     __slots__ = ("digest",)
     __hash__ = object.__hash__  # type: ignore[assignment]
@@ -35,7 +36,7 @@ class KeptTools(list[dict[str, Any]]):
 
 
 class KeptMessages(list[Message]):
-    """The messages of a request, which must not be changed, with their `conversation_keys`.
+    """The messages of a request with their `conversation_keys`, each computed once. They must not be modified.
 
     `earlier`: the messages of an earlier request, if these messages begin with them; None: no such request is known.
     `known`: the number of messages in `earlier`."""
@@ -73,10 +74,10 @@ def conversation_keys(tools: Sequence[Mapping[str, Any]], messages: Sequence[Mes
 
 
 def message_digest(message: Message) -> bytes:
-    """Return a digest of the content of a message. Messages with equal digests count as the same message.
+    """Return the SHA-256 digest (32 bytes) of a message's content. Messages with equal digests count as the same.
 
-    Clients change details when they repeat a conversation. So the digest ignores reasoning, ids and names, and in the
-    model's messages also whitespace around the text and the order of a call's arguments.
+    Clients change details when they repeat a conversation. So the digest ignores reasoning, the ids of calls and
+    the field `name`; in the model's messages also whitespace around the text and the order of a call's arguments.
 
     >>> call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": 2}}}
     >>> same = {"function": {"name": "f", "arguments": '{"b": 2, "a": 1}'}}
@@ -103,7 +104,7 @@ def _call_identity(call: Mapping[str, Any]) -> list[Any]:
 
 
 def num_chars_of(message: Message) -> int:
-    """Estimate how many characters of a message the chat template gets: those of its text, reasoning and tool calls."""
+    """Estimate the number of characters of a message that a template renders: of its text, reasoning and tool calls."""
     if isinstance(message, KeptMessage):
         return message.num_chars
     texts = (message.get(name) for name in ("content", "reasoning_content"))
@@ -121,7 +122,7 @@ _encoder = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
 def extend_key(key: bytes, digest: bytes) -> bytes:
-    """Return the digest of a conversation and one more message, from the digests of both."""
+    """Return the digest of a conversation that is extended by one message, from the digests of both."""
     return hashlib.sha256(key + digest).digest()
 
 

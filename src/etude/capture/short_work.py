@@ -14,9 +14,9 @@ _SHORT_S = 0.02  # after more CPU time than this, less runs on the event loop
 class ShortWork:
     """Runs functions with short input on the event loop, where they delay it little, and all others in a thread.
 
-    `most` is the largest size of a short input, in any unit, such as characters. When two functions in a row have each
-    taken more than 20 ms on the event loop, this limit is halved. Each function that takes less time raises it again,
-    up to `most`. `in_thread` runs a function in a thread."""
+    `most` is the maximum size of a short input, in any unit, such as characters. This limit is halved when two
+    consecutive functions have each taken more than 20 ms on the event loop, and raised again, up to `most`, by each
+    function that takes less. `in_thread` runs a function in a thread."""
 
     def __init__(self, most: int, in_thread: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread) -> None:
         self._most = self._limit = most
@@ -24,7 +24,7 @@ class ShortWork:
         self._was_long = False
 
     async def run(self, work: Callable[[], T], size: int) -> T:
-        """Run `work`, whose input has this size, and return its result. Raises what `work` raises."""
+        """Run `work`, whose input has the size `size`, and return its result. Raises what `work` raises."""
         if size > self._limit:
             return cast(T, await self._in_thread(work))
         clock = time.thread_time if self._was_long else time.perf_counter  # the first is a slow system call

@@ -1,4 +1,4 @@
-"""Stop texts of requests: cuts a completion off at one, in whole tokens.
+"""Ends a completion at a stop text (a stop sequence of the request), and cuts it off there, in whole tokens.
 
 A client that gives a stop text gets the text before it, and repeats only that text in its next request. So only the
 tokens before the stop text stay in the conversation. The tokens of the stop text itself were sampled too, and are
@@ -31,7 +31,7 @@ class Cut:
     - `sampled`: the tokens up to the end of the stop text, which are `kept` and `tail`.
     - `kept`: the tokens before the one with which the stop text begins. They stay in the conversation.
     - `tail`: the tokens from there to the end of the stop text.
-    - `rest`: the characters of the first token of `tail` that come before the stop text; mostly ""."""
+    - `rest`: the characters of the first token of `tail` that come before the stop text; usually ""."""
 
     text: str
     reasoning: str
@@ -43,7 +43,7 @@ class Cut:
 
 
 def stop_watch(chat: Chat, stops: Sequence[str], *, in_reasoning: bool | None) -> Callable[[list[int]], bool] | None:
-    """Return a function that gets a completion's token ids part by part, and returns whether a stop text has appeared.
+    """Return a function that takes a completion's new token ids, and returns whether a stop text has appeared so far.
 
     Stop texts in reasoning, in tool calls and after tool calls do not count. `in_reasoning` is what `Chat.in_reasoning`
     returns for the prompt. Without `stops`, None is returned."""
@@ -61,7 +61,7 @@ async def complete_until_stop(
 ) -> Completion:
     """Sample a completion as `policy.complete` does, and end it when one of `stops` has appeared.
 
-    When the engine is lost while it samples, the request is repeated. The other arguments are those of `stop_watch`."""
+    If the engine fails after the first token, the request is sent again. For the other arguments see `stop_watch`."""
     enough = stop_watch(chat, stops, in_reasoning=in_reasoning)
     if enough is None:
         return await policy.complete(request)
@@ -89,7 +89,7 @@ def cut_at_stop(
     num_prompt: int,
     in_reasoning: bool | None = None,
 ) -> Cut | None:
-    """Return how the first stop text in a completion cuts it off; None if the completion contains none of `stops`.
+    """Cut a completion off at its first stop text. Returns None if it contains none of `stops`.
 
     `reply`: the text of the completion that the client would get, without reasoning and calls. It is only needed for a
     stop text that `stop_watch` does not see, such as one in a malformed call that is returned as text. `num_prompt`:

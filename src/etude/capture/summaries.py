@@ -1,8 +1,8 @@
-"""Summaries of conversations that clients send in full with each request, by the rules of `etude.capture.context`.
+"""Summarises conversations that clients send in full with each request, by the rules of `etude.capture.context`.
 
 Clients do not know of summaries. So the tree of turns is searched for a summary of the beginning of the conversation.
 If there is one, it replaces that beginning. If a further summary is due, the model writes it first. All summaries can
-be made again from the messages alone, at the same places."""
+be sampled again from the messages alone, at the same positions."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _TOO_MANY = 1 << 40  # tokens of a prompt that certainly does not fit
 class Writer(Protocol):
     """The interface through which `Summaries` counts tokens and samples summaries for one request of a client.
 
-    `max_attempts`: how many summaries may be sampled now; 0: none. `payer`: whose quota counts their tokens, "" without
-    quotas; only requests of one payer share a summary that is being written."""
+    `max_attempts`: how many summaries may be sampled now; 0: none. `payer`: the name of the API key whose quota counts
+    their tokens, "" without quotas; only requests of one payer share a summary that is being written."""
 
     @property
     def max_attempts(self) -> int: ...
@@ -56,7 +56,7 @@ class Writer(Protocol):
     async def ask(self, messages: list[Message], attempt: int) -> tuple[Node, ParsedReply]:
         """Sample a summary, record it as a turn of kind SUMMARY, and return (its node, the parsed completion).
 
-        `attempt`: how often a summary of the same messages was requested before."""
+        `attempt`: how often a summary of the same messages was sampled before."""
         ...
 
     async def carry(self, summary: str, number: int, covered: Sequence[Message]) -> Carried:
@@ -145,7 +145,7 @@ class Summaries:
     def _longest_known(self, keys: Sequence[bytes]) -> tuple[int, Kept] | None:
         """Return (number of messages that it replaces, stored summary) of the longest beginning with one, or None.
 
-        `keys`: of all beginnings of a conversation."""
+        `keys`: the digests of all prefixes of a conversation."""
         for i in range(len(keys) - 1, -1, -1):
             if isinstance(kept := self._known(keys[i]), Kept):
                 self._tree.touch(self._stored[keys[i]][0])
@@ -153,7 +153,7 @@ class Summaries:
         return None
 
     def _known(self, key: bytes) -> Kept | SummaryFault | None:
-        """Return the stored summary of a beginning, or why it was refused; None when none was asked for."""
+        """Return the stored summary of a beginning, or why it was refused; None if none was requested."""
         node, kept = self._stored.get(key, (None, None))
         return kept if node is not None and node in self._tree else None
 
@@ -162,7 +162,7 @@ class Summaries:
         self._stored[key] = node, kept
 
     async def _once(self, key: bytes, work: _Work, stop: int) -> tuple[Kept | SummaryFault, tuple[Node, ...]]:
-        """Write a summary, or wait for the same one of another request. Only the first gets the sampled turns."""
+        """Write a summary, or wait until another request has written it. Only the writer gets the sampled turns."""
         at = (work.writer.payer, key)
         running = self._running.get(at)
         first = running is None
@@ -219,7 +219,7 @@ class _Running:
 
 
 class _Work:
-    """One conversation after its last known summary, and where the next one is due."""
+    """Finds the position of the next summary in one conversation, after its last known summary."""
 
     def __init__(
         self,

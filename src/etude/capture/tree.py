@@ -14,7 +14,7 @@ request continues one without a continuation, so that equal siblings stay separa
 The tree of a rollout keeps all turns. The tree of a gateway keeps at most `max_tokens` tokens. It evicts the least
 recently used turn first, and children always before their parent.
 
-A request costs time for its new messages. Of the messages before them only the digests are compared."""
+The time of a request depends on its new messages: of the messages before them only the digests are compared."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from etude.records.completion import Completion, Sampling, StopReason
 from etude.records.rollout import Start, ToolCall, Trace, Turn, TurnKind
 from etude.records.wire import I32
 
-_MAX_RENDERED = 16  # prompts whose tokens are kept until they are asked
+_MAX_RENDERED = 16  # prompts whose tokens are kept until they are requested
 _KEPT_CONTEXTS = 64  # conversations whose context is in memory as one array; that of others is joined from their turns
 _MAX_FORGOTTEN = 65_536  # evicted turns whose keys are kept
 _NONE: I32 = np.zeros(0, np.int32)
@@ -113,7 +113,9 @@ class Prompt:
     - `token_ids`: all tokens of the prompt, [C] int32.
     - `new_ids`: the part of `token_ids` after the parent's context, [P] int32.
     - `key`: a digest of the tools and the messages.
-    - `session_id`, `fork_from`: as in `CompletionRequest`."""
+    - `session_id`, `fork_from`: as in `CompletionRequest`.
+    - `start`: why the request continues `parent`, or begins a new root. `num_resampled`: the number of the model's
+      replies among the new messages, which are tokenised from their text."""
 
     parent: Node | None
     token_ids: I32
@@ -138,8 +140,8 @@ class TurnTree:
     """The recorded turns of one or many conversations, found by their messages. Thread-safe.
 
     `session_id` names the engine session of the first conversation; further sessions get a number: "s", "s+1", "s+2".
-    `max_tokens` is the most tokens to keep; None keeps all. `num_forgotten`: prompts with a turn that was recorded here
-    and evicted, so that its sampled tokens were tokenised again from their text."""
+    `max_tokens` is the maximum number of tokens to keep; None keeps all. `num_forgotten`: the number of prompts with a
+    turn that was recorded and evicted, so that its sampled tokens were tokenised again from their text."""
 
     def __init__(self, chat: Chat, *, session_id: str, max_tokens: int | None = None) -> None:
         self.max_tokens, self.num_tokens = max_tokens, 0
@@ -197,7 +199,7 @@ class TurnTree:
     def num_new_chars(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> int:
         """Estimate how many characters `prompt` would tokenise: those of the messages after the deepest recorded turn.
 
-        `tools` is as in `prompt`. No session is taken."""
+        `tools` is as in `prompt`. No session begins."""
         keys = conversation_keys(tools, messages)
         with self._lock:
             _, known = self._deepest(keys)
@@ -211,7 +213,7 @@ class TurnTree:
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
     ) -> int:
-        """Return how many tokens the prompt of a request would have. Nothing is recorded, and no session is taken.
+        """Return how many tokens the prompt of a request would have. Nothing is recorded, and no session begins.
 
         The arguments are those of `prompt`. Raises the errors of the chat format."""
         keys = conversation_keys(tools, messages)
@@ -270,7 +272,7 @@ class TurnTree:
     def trace(self) -> Trace:
         """Return all turns that are in the tree, in the order in which they were recorded.
 
-        After them come the sampled stop texts that cut turns off. Each is a turn of its own, without a prompt and
+        After them come the sampled stop texts that cut turns off. Each is a separate turn, without a prompt and
         without a continuation."""
         with self._lock:
             nodes = sorted(self._nodes, key=lambda node: node.number)
@@ -311,7 +313,7 @@ class TurnTree:
     ) -> I32:
         """Encode the messages after the first `known` ones, which are the context of `parent`.
 
-        The last few results are kept, since a prompt is usually counted before it is asked."""
+        The last few results are kept, since the tokens of a prompt are usually counted before it is sampled."""
         new = list(messages[known:])
         with self._lock:
             for before, same, tools, ids in self._rendered:

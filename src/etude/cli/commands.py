@@ -324,24 +324,36 @@ def _add_engine_commands(commands: Commands[Parser]) -> None:
 
 
 def _add_model_commands(commands: Commands[Parser]) -> None:
-    about = "serve checkpoints or newest versions of runs, with the APIs of OpenAI and Anthropic"
+    about = "serve checkpoints and versions of runs, with the APIs of OpenAI and Anthropic"
     serve = add(commands, "serve", "serve:serve", about)
     serve.add_argument(
-        "models", nargs="*", metavar="[NAME=]CHECKPOINT|RUN[@STEP|@BRANCH]", help="(default: the newest run in runs/)"
+        "models",
+        nargs="*",
+        metavar="[NAME=]CHECKPOINT|RUN[@STEP|@BRANCH]",
+        help="models to serve: checkpoint directories, runs (of each the branch stable, or else the newest version) or"
+        " versions of runs; NAME is the name for clients (default: the newest run in runs/)",
     )
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     serve.add_argument("--port", type=port, default=8000, help="port to listen on (default: %(default)s)")
     serve.add_argument("--key", help="API key that clients must send (default: $ETUDE_API_KEY, else none)")
-    serve.add_argument("--keys", type=Path, metavar="FILE", help="TOML file of API keys, with their limits")
+    serve.add_argument(
+        "--keys",
+        type=Path,
+        metavar="FILE",
+        help="TOML file of API keys, with limits of requests a minute and tokens a day",
+    )
     serve.add_argument(
         "--cors",
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="let web pages of this origin send requests (repeatable)",
+        help="let web pages of this origin send requests, * for all (repeatable)",
     )
     serve.add_argument(
-        "--max-concurrent", type=positive, default=32, help="requests at the same time (default: %(default)s)"
+        "--max-concurrent",
+        type=positive,
+        default=32,
+        help="answers that each model samples at the same time (default: %(default)s)",
     )
     serve.add_argument(
         "--public-key", type=public_key, metavar="HEX", help="serve only versions signed with the matching private key"
@@ -350,14 +362,14 @@ def _add_model_commands(commands: Commands[Parser]) -> None:
         "--releases",
         type=Path,
         metavar="FILE",
-        help="serve the branches stable and canary of a run, by the releases in this file",
+        help="serve the branches stable and canary of a run; the releases in this file choose one for each user",
     )
     serve.add_argument("--newest", action="store_true", help="serve the newest version of a run, not its branch stable")
-    serve.add_argument("--fleet", metavar="URL", help="use the engines of a run: the URL of its registry")
+    serve.add_argument("--fleet", metavar="URL", help="use the engines of a run, by the URL of its registry")
     serve.add_argument(
         "--no-summaries",
         action="store_true",
-        help="refuse long conversations, do not summarise them",
+        help="refuse conversations that exceed the context, instead of summarising them",
     )
     add_capture(serve)
     add_feedback(serve)
@@ -491,7 +503,11 @@ def _add_harness_commands(commands: Commands[Parser]) -> None:
     check.add_argument("--split", choices=_SPLITS, default="train", help="split of the task (default: %(default)s)")
     check.add_argument("--task", type=int, default=0, metavar="N", help="index of the task, from 0 (default: 0)")
     check.add_argument(
-        "--answers", type=Path, metavar="FILE", help="what the model says, one JSON value a line: a text or a call"
+        "--answers",
+        type=Path,
+        metavar="FILE",
+        help="answers of the scripted model, one JSON value a line: a text, or a call as"
+        ' {"name": ..., "arguments": {...}} (default: it calls the first tool, then submits or says ok)',
     )
     check.add_argument(
         "--lines", type=positive, default=40, metavar="N", help="lines of the program's log to print (default: 40)"

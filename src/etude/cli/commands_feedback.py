@@ -32,7 +32,10 @@ def add_feedback_commands(commands: Commands[Parser]) -> None:
 def add_feedback(serve: Parser) -> None:
     """Add the arguments of ``etude serve`` for feedback."""
     serve.add_argument(
-        "--feedback", type=Path, metavar="FILE", help="take signals about answers (POST /v1/feedback) into this file"
+        "--feedback",
+        type=Path,
+        metavar="FILE",
+        help="accept signals about answers (POST /v1/feedback) and store them in this file",
     )
     _add_limits(serve, "feedback-")
 
@@ -57,5 +60,5 @@ def _add_limits(parser: Parser, prefix: str) -> None:
         type=positive,
         default=1000,
         metavar="N",
-        help="signals of one name of a user that count, about answers of one day (default: %(default)s)",
+        help="maximum number of signals of one name that count for a user and a day of answers (default: %(default)s)",
     )

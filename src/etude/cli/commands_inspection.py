@@ -47,11 +47,11 @@ def _add_rollout_commands(commands: Commands[Parser]) -> None:
     listing.add_argument(
         "--eval", metavar="NAME", help="rollouts of evals/NAME.parquet instead: before, after, during-000010, ..."
     )
-    listing.add_argument("--limit", type=positive, default=40, help="most rows to list (default: %(default)s)")
+    listing.add_argument("--limit", type=positive, default=40, help="maximum number of rows (default: %(default)s)")
     show = add(rollouts, "show", "rollouts:show", "show one rollout of training or of an evaluation as a tree of turns")
     add_run(show)
     show.add_argument("rollout_id", metavar="ROLLOUT", help="its id, for example g000003.2")
-    show.add_argument("--full", action="store_true", help="shorten no text")
+    show.add_argument("--full", action="store_true", help="print all texts in full")
     show.add_argument("--json", action="store_true", help="print everything as JSON")
 
 

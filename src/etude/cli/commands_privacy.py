@@ -37,7 +37,10 @@ def add_privacy_commands(commands: Commands[Parser]) -> None:
 def add_capture(serve: Parser) -> None:
     """Add the arguments of ``etude serve`` for capture."""
     serve.add_argument(
-        "--capture", type=Path, metavar="DIR", help="capture conversations in this folder, as far as subjects allow it"
+        "--capture",
+        type=Path,
+        metavar="DIR",
+        help="store answers in this folder, encrypted, if organisation and user consent",
     )
     serve.add_argument(
         "--capture-days",

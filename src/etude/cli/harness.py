@@ -51,7 +51,7 @@ _LAST = ("submit", "finish", "done", "exit", "complete", "attempt_completion", "
 _asked: contextvars.ContextVar[tuple[str, Mapping[str, Signature]]] = contextvars.ContextVar("the running request")
 
 Answer = Callable[[str, Mapping[str, Signature]], str | Call]
-"""Gives a model's answer to the last message of a request and its tools by name."""
+"""Returns the model's answer, given the last message of a request and its tools by name."""
 
 
 def check(args: argparse.Namespace) -> int:
@@ -67,7 +67,7 @@ def check(args: argparse.Namespace) -> int:
     episode, run = asyncio.run(_play(task, config.machines, config.harness, chat, answer))
     print(f"program {config.harness.program}")
     print_views([_view(str(config.tasks.source), task, run, chat)], full=False)
-    print(f"{run.tool_s:.1f} s of its own")
+    print(f"ran {run.tool_s:.1f} s, without waiting for the model")
     for line in run.log.decode(errors="replace").splitlines()[-args.lines :]:
         print(f"  | {line}".rstrip())
     problems = list(_problems(episode, run))
@@ -93,7 +93,7 @@ def _read_answers(path: Path) -> list[str | Call]:
 
 
 def _small_chat(task: Task, folder: Path) -> ChatFormat:
-    """Make a chat format of etude's for a config without a starting checkpoint."""
+    """Make etude's chat format with a small tokeniser, for a config without a starting checkpoint."""
     from etude.training.tokenizer import train_tokenizer
 
     texts, template = [task.instruction, *task.files.values()], chat_template()
@@ -163,9 +163,9 @@ class ObservedEpisode(Episode):
         return turn
 
     def _goes_on(self, asked: list[Message], turn: ModelTurn) -> tuple[int, bool]:
-        """Return `num_resampled` and `broken` of `Observed`. A conversation that goes on from a summary is whole.
+        """Return `num_resampled` and `broken` of `Observed`. One that continues from a summary is not broken.
 
-        A new root goes on with an earlier conversation if it has messages of the model that no earlier request has
+        A new root continues an earlier conversation if it has messages of the model that no earlier request has
         (others are examples in the prompt), or all messages of an earlier request and more."""
         if turn.node.parent is not None:
             return turn.num_resampled, False
@@ -192,13 +192,13 @@ class ScriptedModel:
 
 
 def _in_order(answers: Sequence[str | Call]) -> Answer:
-    """Return the answers one after another, then "ok"."""
+    """Return a model that gives the answers one after another, then "ok"."""
     left = iter(answers)
     return lambda last, signatures: next(left, "ok")
 
 
 def _first_tool() -> Answer:
-    """Call the first tool of the first request that has tools; then a tool that ends the agent, or say "ok"."""
+    """Return a model that calls the first tool, then one that ends the agent (such as `submit`), or answers "ok"."""
     called = False
 
     def answer(last: str, signatures: Mapping[str, Signature]) -> str | Call:
@@ -235,7 +235,7 @@ class Problem:
 
 
 def _problems(episode: ObservedEpisode, run: AgentRun) -> Iterator[Problem]:
-    """Yield what keeps the program from being trained well."""
+    """Yield the problems that prevent or impair training."""
     if not episode.observed and not episode.refused:
         hint = "it must use OPENAI_BASE_URL or ANTHROPIC_BASE_URL of its environment; its log is above"
         yield Problem("the program sent no request to the model, so nothing would be trained", hint)
@@ -252,7 +252,7 @@ def _problems(episode: ObservedEpisode, run: AgentRun) -> Iterator[Problem]:
 
 
 def _refused(episode: ObservedEpisode) -> Iterator[Problem]:
-    """Yield the refused requests by status, path and message. Of those to shorten a context the ending tells."""
+    """Yield the refused requests by status, path and message. Those for a full context are left to `_ending`."""
     late = 0
     for one, count in episode.refused.items():
         if one.code == ENDED:
@@ -278,7 +278,7 @@ _HINTS = {
 
 
 def _rewritten(observed: Sequence[Observed]) -> Iterator[Problem]:
-    """Yield the turns whose requests repeat a conversation, but not as the model has read and sampled it."""
+    """Yield a problem if requests repeat a conversation in another form than the model has read and sampled it."""
     again = sum(one.num_resampled for one in observed)
     tokenised = f" ({again} sampled {'reply' if again == 1 else 'replies'} tokenised again)" if again else ""
     roots = [one for one in observed if one.broken]
@@ -287,7 +287,7 @@ def _rewritten(observed: Sequence[Observed]) -> Iterator[Problem]:
         starts = {one.turn.node.start for one in roots}
         hint = " ".join(text for start, text in _WHY.items() if start in starts)
         what = f"turns {numbers} do not continue any earlier turn of the model{tokenised}"
-        yield Problem(what, f"{hint} Each such request is a conversation of its own")
+        yield Problem(what, f"{hint} Each such request begins a new conversation")
     elif again:
         numbers = [one.turn.node.number for one in observed if one.num_resampled]
         hint = "the program changes or drops an earlier message; send the conversation as it was"

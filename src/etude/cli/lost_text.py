@@ -1,4 +1,4 @@
-"""Finds what of a request is not in the text that the model read: a chat template may leave out anything.
+"""Finds the parts of a request that the model did not read, because the chat template leaves them out.
 
 Templates write the same text in many ways: in JSON with escapes, in comments, with other whitespace. So only letters,
 digits and underscores are compared."""
@@ -21,9 +21,9 @@ _CONTROLS = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
 
 def lost_parts(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], rendered: str) -> list[str]:
-    """Return what of a request is not in `rendered`, the text of the tokens that the model read.
+    """Return the parts of a request that are not in `rendered`, the text of the tokens that the model read.
 
-    Each entry is a text for a person, such as "tool 'edit'", "description of tool 'edit'" or "780 of 800 characters of
+    Each entry describes one part, such as "tool 'edit'", "description of tool 'edit'" or "780 of 800 characters of
     the system message 'You are …', from 'Never'"."""
     read = _Read(rendered)
     found = [part for tool in tools for part in _of_tool(tool["function"], read)]
@@ -31,7 +31,7 @@ def lost_parts(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], 
 
 
 class _Read:
-    """The text that the model read, in the forms in which texts are looked for."""
+    """The text that the model read, normalised for searches."""
 
     def __init__(self, rendered: str) -> None:
         once = _unescaped(rendered)

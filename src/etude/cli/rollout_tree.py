@@ -18,7 +18,7 @@ from etude.records.view import Conversation, RolloutView, TurnView, conversation
 _BEGIN = re.compile(r"\n(?=\[\w+\] )")  # of a message
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 LINES, CHARS = 4, 160
-"""A message is shortened to so many lines of so many characters, unless all of it was asked for."""
+"""The maximum number of lines of a message, and of characters of a line, without ``--full``."""
 _COLOURS = {TurnKind.ACT: "bold", TurnKind.SUMMARY: "bold green", TurnKind.REFUSED: "bold red", TurnKind.SIDE: "dim"}
 
 

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 def serve(args: argparse.Namespace) -> int:
     """Serve checkpoints and runs over HTTP until interrupted. Returns the exit code.
 
-    Of ``RUN@30``, the version of step 30 is served; of ``RUN@NAME``, what the branch names, also after it moves. Of a
-    run alone, it is the version of its branch `stable`. Without such a branch, or with `--newest`, it is the newest
-    version. With `--releases`, the branches `stable` and `canary` are served; with `--fleet`, what its engines have."""
+    ``RUN@30`` is the version of step 30. ``RUN@NAME`` is the version of a branch, which is followed when it moves. A
+    run alone is the version of its branch `stable`, or, without this branch or with `--newest`, the newest version.
+    With `--releases` the branches `stable` and `canary` are served; with `--fleet` the version of its engines."""
     from etude.loop import event_loop
 
     models = dict(_named_model(text) for text in args.models)
@@ -188,7 +188,7 @@ def _refuse_together(sources: Sequence[ModelSource], versions: Sequence[str], ar
 
 
 def _versions(sources: Sequence[ModelSource], fleet: str | None) -> list[ModelSource]:
-    """Return the stable and the canary version of a run, each of which is served by an engine of its own."""
+    """Return the stable and the canary version of a run, each to be served by a separate engine."""
     if len(sources) != 1 or fleet or sources[0].store is None:
         raise InputError(
             "--releases needs one run with published weights",
@@ -201,7 +201,7 @@ def _versions(sources: Sequence[ModelSource], fleet: str | None) -> list[ModelSo
 
 def _stable(source: ModelSource, *, newest: bool) -> tuple[ModelSource, str]:
     """Return a model to serve with the branch `stable` of its run, if it has one, and a line that says which version
-    is served; "" for a model without such a branch. `newest`: serve the newest version nevertheless."""
+    is served; "" for a model without such a branch. `newest`: serve the newest version in any case."""
     if source.store is None:
         return source, ""
     store = open_store(str(source.store), readonly=True)

@@ -71,8 +71,8 @@ class Metrics:
         """Return the page that Prometheus reads, and its content type.
 
         `models` maps the name of each model to its numbers of running and waiting answers, and of prompts whose
-        conversation was evicted from memory. `captured` has the counts of
-        the gateway's recorder, and `signals` those of its receiver of feedback."""
+        conversation was evicted from memory. `captured` has the counts of the gateway's recorder, and `signals` those
+        of its receiver of feedback."""
         for gauge, counts in ((self._captured, captured), (self._signals, signals)):
             for name, number in counts.items():
                 gauge.labels(name).set(number)
@@ -87,13 +87,14 @@ class Metrics:
 class Record:
     """The facts of one request that are logged and counted.
 
-    - `dialect`: the name of the API, such as "chat".
+    - `method`: the HTTP method. `model`: the model that answers; "-": not known yet.
+    - `dialect`: the name of the API, such as "chat"; "none" for an unknown path.
     - `began`: when the request arrived, by `time.perf_counter`.
     - `key`: the API key that was used; None without one.
     - `first_s`: seconds until the first event of a stream; None for other requests.
-    - `spent`: the tokens that the request has taken so far.
+    - `spent`: the tokens that the request has used so far.
     - `response_id`: the id of the response, as the client sees it; "-": it has none.
-    - `path`: the path of a request that no API has; "" for others.
+    - `path`: the path of a request, if no API has it; "" for all other requests.
     - `ended`: whether `end` was called."""
 
     method: str
@@ -118,7 +119,7 @@ class Record:
         if self.key is not None:
             spent = self.spent
             self.key.add_tokens(spent.prompt + spent.sampled + spent.summary, reserved=spent.reserved)
-            spent.key = None  # a summary for which others still wait goes on, and reserves no more
+            spent.key = None  # a summary that others wait for is still sampled, without a reservation
         metrics.count(self, status, wall_s)
         logger.info(
             "%s dialect=%s model=%s key=%s status=%d prompt=%d cached=%d answer=%d summary=%d ms=%.1f id=%s%s",

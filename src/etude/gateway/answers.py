@@ -28,7 +28,7 @@ class ResponseHead:
 
 @dataclass(frozen=True, slots=True)
 class SummaryUse:
-    """The summaries in the model's context, and the tokens that it took to write new ones for this answer.
+    """The summaries in the model's context, and the tokens that were used to write new ones for this answer.
 
     `number` counts all summaries in the context. `num_prompt` and `num_sampled` are the prompt tokens and sampled
     tokens of the requests that wrote the new ones."""
@@ -46,13 +46,13 @@ class SummaryUse:
 
 @dataclass(slots=True)
 class Spent:
-    """The tokens that a request has taken so far. They count even if the request ends without a complete answer.
+    """The numbers of tokens that a request has used so far. They count even if its answer is not complete.
 
     - `prompt`: tokens of the prompt.
     - `cached`: tokens of the prompt whose KV was reused.
     - `sampled`: sampled tokens of all answers to the request.
     - `summary`: tokens read and sampled for summaries, also for those that were refused.
-    - `reserved`: the tokens of `key` that were reserved for the request.
+    - `reserved`: the tokens that were reserved for the request in the quota of `key`.
     - `key`: the API key whose quota counts them; None: no quota."""
 
     prompt: int = 0
@@ -63,14 +63,16 @@ class Spent:
     key: KeyUse | None = None
 
     def reserve(self, num_tokens: int) -> None:
-        """Reserve tokens that the request may take (`KeyUse.reserve`). Raises `RequestRefused`."""
+        """Reserve tokens that the request may use (`KeyUse.reserve`). Raises `RequestRefused`."""
         if self.key is not None:
             self.key.reserve(num_tokens)
             self.reserved += num_tokens
 
 
 class TokenLogprob(NamedTuple):
-    """The log-probability of a sampled token. `top` has the likeliest tokens at its position, the likeliest first."""
+    """A sampled token as text, and its log-probability (natural logarithm).
+
+    `top`: the likeliest tokens at its position with their log-probabilities, the likeliest first."""
 
     text: str
     logprob: float
@@ -87,7 +89,7 @@ class Answer:
     - `finish`: "stop", "length" or "tool_calls".
     - `prompt_ids`: the token ids that the model read, [P] int32.
     - `completion`: what the policy returned, up to the end of a stop text; `sampling`: how it was sampled.
-    - `num_reasoning`: how many of the sampled tokens are reasoning, with its marks.
+    - `num_reasoning`: the number of sampled reasoning tokens, including marks such as ``</think>``.
     - `summaries`: the summaries in the prompt (`SummaryUse`).
     - `logprobs`: log-probabilities of the sampled tokens up to a stop text or the stop token. None: the client did not
       ask for them.
@@ -239,9 +241,10 @@ def logprob_entry(token: TokenLogprob) -> dict[str, Any]:
 
 
 def summary_usage(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return the field `summaries` of a response's `usage` object; {} if the context has no summary.
+    """Return the field `summaries` of a response's `usage` object; {} if there is no summary and none was tried.
 
-    It has the number of summaries in the context, and the tokens that were read and sampled to write new ones."""
+    It has the number of summaries in the context, and the tokens that were read and sampled to write new ones, refused
+    ones included."""
     number = answers[0].summaries.number
     num_prompt = sum(answer.summaries.num_prompt for answer in answers)
     if not number and not num_prompt:

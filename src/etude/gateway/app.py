@@ -59,7 +59,8 @@ from etude.seams import AnswerRecorder, FeedbackReceiver
 SUMMARIES = "x-etude-summaries"
 """The header with which a client allows summaries of its conversation ("on", the default) or not ("off")."""
 Router = Callable[[str, str], str]
-"""Returns the name of the served model that answers, given the model that a client names and the user."""
+"""Returns the name of the served model that answers, given the model that the client names, and the user (without one,
+the name of the key)."""
 _SHORT_BYTES = 64 << 10  # a larger body is parsed in a thread, unless another of its size took less than `_SHORT_S`
 _LONG_BYTES = 1 << 20  # a larger body is always parsed in a thread
 _SHORT_S = 0.002
@@ -80,8 +81,8 @@ def create_app(
     - `keys`: clients must send one of them. None: only requests to a loopback host name (such as localhost) are
       answered.
     - `recorder`: receives every complete answer.
-    - `router`: chooses the model for each request that names a user; the choice does not change during the request.
-      None: the model that the client names answers.
+    - `router`: chooses the model for each request with a user or an API key, once a request. None: the model that the
+      client names answers.
     - `feedback`: makes the ids of responses, and receives signals about them (POST /v1/feedback). None: there is no
       such route."""
     gateway = Gateway(models, config=config, keys=keys, recorder=recorder, router=router, feedback=feedback)
@@ -107,7 +108,7 @@ def create_app(
 
 
 class _App(Starlette):
-    """An app whose completions bypass Starlette's middleware and router, unless web pages may ask for them."""
+    """An app whose completions bypass Starlette's middleware and router, unless CORS is enabled."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = _PATHS.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
@@ -192,7 +193,7 @@ class Gateway:
         return await self._recorded(request, "models", work, limited=False, has_body=False)
 
     async def not_offered(self, request: Request, error: Exception) -> Response:
-        """Answer a request for an unknown path (status 404), or with a method that its path does not take (405)."""
+        """Answer a request for an unknown path (status 404), or with a method that its path does not support (405)."""
         response, record = no_route(request, error), Record(request.method[:20], "none")
         record.path = request.scope["path"][:200]
         record.end(response.status_code, self.metrics)
@@ -208,7 +209,7 @@ class Gateway:
         return await self._recorded(request, "count_tokens", self._count_tokens)
 
     async def feedback(self, request: Request) -> Response:
-        """Answer POST /v1/feedback: take signals about answers. They do not count for the limits of the key."""
+        """Answer POST /v1/feedback: accept signals about answers. They do not count for the limits of the key."""
         return await self._recorded(request, "feedback", self._take_signals, limited=False)
 
     async def _take_signals(self, request: Request, record: Record) -> Response:

@@ -11,17 +11,18 @@ from etude.config import ranged
 class GatewayConfig:
     """Address and limits of the gateway. The API key is not a setting; it is passed to `create_app`.
 
-    - `port`: 0 takes any free port.
-    - `max_running`: the most completions that run at the same time.
-    - `max_waiting`: the most requests that wait to run. Further ones are refused with status 429.
-    - `max_body_bytes`: the largest request body. A larger one is refused with status 413.
-    - `answer_tokens`: the most tokens of an answer whose request gives no limit.
-    - `deadline_s`: the longest time from the arrival of a request to the end of its completion, in seconds.
-    - `ping_s`: after this many seconds without an event, a stream sends an empty event, so that no proxy closes it.
-    - `drain_s`: the longest time that running requests have to end when the gateway stops, in seconds.
-    - `cors_origins`: the origins of web pages that may send requests, such as "https://example.org".
-    - `remembered_tokens`: the most tokens of conversations that are kept in memory.
-    - `summaries`: whether a model that was trained to summarise long conversations does so here."""
+    - `port`: the TCP port; 0: any free one.
+    - `max_running`: the maximum number of answers that each model samples at the same time.
+    - `max_waiting`: the maximum number of answers of each model that wait to be sampled. Further ones are refused with
+      status 429.
+    - `max_body_bytes`: the maximum size of a request body. A larger one is refused with status 413.
+    - `answer_tokens`: the token limit of an answer whose request gives none.
+    - `deadline_s`: the maximum time from the arrival of a request to the end of its completion, in seconds.
+    - `ping_s`: seconds without an event after which a stream sends a keep-alive event, so that no proxy closes it.
+    - `drain_s`: the maximum time that running requests have to end when the gateway stops, in seconds.
+    - `cors_origins`: origins of web pages that may send requests (CORS), such as "https://example.org"; "*": any.
+    - `remembered_tokens`: the maximum number of tokens of conversations that are kept in memory for each model.
+    - `summaries`: whether a model that was trained to summarise long conversations summarises those of clients."""
 
     host: str = "127.0.0.1"
     port: int = ranged(8000, low=0, high=65535)

@@ -14,9 +14,10 @@ class RequestRefused(EtudeError):
 
     - `what`, `facts`, `hint`: the three parts of `message`, the text that the client gets.
     - `code` and `param`: fields of OpenAI's error object; `param` names the invalid request field.
-    - `context`: (tokens of the prompt, the most tokens that the model takes) when the context is full, else None.
-    - `retry_s`: after how many seconds the client may try again.
-    - `allow`: the methods that the path takes, for status 405."""
+    - `context`: (tokens of the prompt and of the requested answer, maximum of the model) if the context is full, else
+      None.
+    - `retry_s`: seconds after which the client may try again, for status 429 and 503.
+    - `allow`: the methods that the path supports, for status 405."""
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class RequestRefused(EtudeError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of the HTTP response. With status 429 or 503 they include retry-after, with 405 allow."""
+        """The headers of the HTTP response: retry-after (status 429 and 503), allow (405), www-authenticate (401)."""
         if self.status == 405:
             return {"allow": self.allow}
         if self.status in (429, 503):
@@ -52,7 +53,7 @@ def stopping() -> RequestRefused:
 
 
 def broken() -> RequestRefused:
-    """Return the error of a request that failed by a defect of the gateway (HTTP 500)."""
+    """Return the error of a request that failed because of a bug in the gateway (HTTP 500)."""
     hint = "send the request again; if it fails again, see the gateway's log, which has the traceback"
     return RequestRefused(500, "the gateway failed", hint=hint, code="internal_error")
 
@@ -76,7 +77,7 @@ def invalid_request(what: str, facts: str = "", *, hint: str, param: str | None 
 
 
 def invalid_tools(error: ValueError) -> RequestRefused:
-    """Return the error of tools that have no name or no valid form (HTTP 400). `error` says what is wrong."""
+    """Return the error of tools without a name or in an invalid form (HTTP 400). `error` says what is wrong."""
     hint = "send each tool as the API has it, with a name of letters, digits, _ and -"
     return invalid_request("a tool is invalid", str(error), hint=hint, param="tools")
 
@@ -88,15 +89,16 @@ def not_json(error: Exception) -> RequestRefused:
 
 
 def unsupported_content(kind: str, where: str, offered: str) -> RequestRefused:
-    """Return the error of a part of a message that is no text, such as an image (HTTP 400). `offered`: the type of
-    texts."""
-    what = f"content of type {kind[:100]!r} is not offered by this model"
+    """Return the error of a part of a message that is not text, such as an image (HTTP 400).
+
+    `kind`: its type. `where`: its place in the body. `offered`: the type of text parts in this API."""
+    what = f"content of type {kind[:100]!r} is not supported by this model"
     return invalid_request(what, "it reads only text", hint=f"send content of type {offered}", param=where)
 
 
 def unsupported_value(field: str, value: object, neutral: Sequence[object]) -> RequestRefused:
     """Return the error of a request field with an unsupported value (HTTP 400). `neutral`: the accepted values."""
-    what = f"{field} = {json.dumps(value)[:100]} is not offered by this model"
+    what = f"{field} = {json.dumps(value)[:100]} is not supported by this model"
     harmless = " or ".join(json.dumps(one) for one in neutral if one is not None) or "null"
     facts = f"it would change the answer; only {harmless} is accepted"
     return invalid_request(what, facts, hint=f"leave {field} out", param=field)

@@ -1,4 +1,4 @@
-"""Takes signals about answers (POST /v1/feedback), for a receiver that verifies and stores them."""
+"""Handles POST /v1/feedback: passes signals about answers to a receiver, which verifies and stores them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from etude.gateway.http import json_response, read_body
 from etude.seams import FeedbackReceiver
 
 MAX_BODY_BYTES = 1 << 20
-"""The largest body of a request with signals. A larger one is refused with status 413."""
+"""The maximum size of a request with signals. A larger one is refused with status 413."""
 RETRY_S = 5.0
-"""After how many seconds a client may send signals again that could not be stored."""
+"""Seconds after which a client may send signals again that could not be stored (the header retry-after)."""
 _REFUSED = {
     "invalid": (400, "invalid_request"),
     "unknown": (404, "answer_not_found"),
@@ -25,10 +25,10 @@ _REFUSED = {
 
 
 async def take_signals(receiver: FeedbackReceiver | None, request: Request, sender: tuple[str, str]) -> Response:
-    """Take the signals of a request, and answer with what became of each once they are durable.
+    """Pass the signals of a request to the receiver, wait until they are stored, and return the id and status of each.
 
-    `sender`: the names of organisation and user. Raises `RequestRefused`: with status 503 if they cannot be stored
-    now."""
+    `sender`: the names of organisation and user. Raises `RequestRefused`: with status 404 without a receiver; with 400,
+    404, 409 or 410 for signals that the receiver refuses; with 503 if they cannot be stored now."""
     if receiver is None:
         hint = "start it with --feedback FILE"
         raise RequestRefused(404, "this gateway takes no feedback", hint=hint, code="not_found")

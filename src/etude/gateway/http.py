@@ -114,15 +114,15 @@ async def run_until(gone: asyncio.Task[None], work: Awaitable[T]) -> T:
 
 
 def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return the response with a JSON body."""
+    """Return a response with a JSON body."""
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
 def error_response(request: Request, refused: RequestRefused) -> Response:
-    """Return the HTTP response for an error, in the format of the API that has the request's path.
+    """Return the HTTP response for an error, in the format of the API to which the request's path belongs.
 
-    If no API has the path alone, the format is Anthropic's for requests with the header `anthropic-version`, and
-    otherwise OpenAI's."""
+    For a path of no API, or of several, the format is Anthropic's if the request has the header `anthropic-version`,
+    and otherwise OpenAI's."""
     path = request.scope["path"]
     others = messages.error if "anthropic-version" in request.headers else openai_error
     write = next((d.error for d in DIALECTS.values() if path.startswith(d.path)), others)
@@ -135,9 +135,9 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 def no_route(request: Request, error: Exception) -> Response:
-    """Return the response for a path that is not offered (status 404), or not with this method (405)."""
+    """Return the response for a path that does not exist (status 404), or does not support this method (405)."""
     path = request.scope["path"]
-    what = f"{request.method} {path[:200]} is not offered"
+    what = f"{request.method} {path[:200]} is not supported"
     if isinstance(error, HTTPException) and error.status_code == 405:
         allowed = (error.headers or {})["Allow"]
         method = "POST" if "POST" in allowed else "GET"

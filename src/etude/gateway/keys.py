@@ -5,10 +5,12 @@ The file of keys is TOML, with one table for each key. It has no secrets: a key 
     [alice]
     sha256 = "9f86d081..."       # printf %s "$KEY" | sha256sum
     requests_per_minute = 60     # 0, the default: no limit
-    tokens_per_day = 1_000_000   # of prompts and answers together, from 0:00 UTC; 0, the default: no limit
+    tokens_per_day = 1_000_000   # of prompts, answers and summaries, from 0:00 UTC; 0, the default: no limit
 
-The requests and tokens that a key has used are counted in memory, from 0 at the start of the gateway. Minutes and days
-pass by a monotonic clock, so no change of the system's time refuses a key for longer, or gives it a quota twice."""
+Before a request is sampled, it reserves the tokens that it may use (`KeyUse.reserve`), so concurrent requests cannot
+exceed the quota together. What a key has used is counted in memory, from 0 at the start of the gateway. Minutes and
+days are measured with a monotonic clock, so a change of the system's time neither prolongs a refusal nor grants a quota
+twice."""
 
 from __future__ import annotations
 
@@ -39,9 +41,8 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class KeyUse:
     """One API key with its limits, and the requests and tokens that it has used.
 
-    - `num_tokens`: tokens of the current day. `num_reserved`: the most that running requests may add.
-    - `clock`: monotonic time in seconds. `wall`: Unix time in seconds; only when a day begins, it says how long it
-      is."""
+    - `num_tokens`: tokens used on the current day. `num_reserved`: tokens that running requests have reserved.
+    - `clock`: monotonic time in seconds. `wall`: Unix time in seconds, read at the start and whenever a day ends."""
 
     def __init__(
         self,
@@ -79,9 +80,9 @@ class KeyUse:
             self._requests.append(now)
 
     def reserve(self, num_tokens: int) -> None:
-        """Reserve tokens of the day for a request that may take as many; `add_tokens` returns them.
+        """Reserve `num_tokens` of the daily quota for a request. `add_tokens` releases them when it ends.
 
-        Raises `RequestRefused` (HTTP status 429), and reserves nothing, if the day has fewer left."""
+        Raises `RequestRefused` (HTTP status 429), and reserves nothing, if the quota has fewer left."""
         now, limit = self._clock(), self.limits.tokens_per_day
         used = self._tokens_of_today(now)
         if limit and used + self.num_reserved + num_tokens > limit:
@@ -98,7 +99,7 @@ class KeyUse:
         self.num_reserved += num_tokens
 
     def add_tokens(self, num_tokens: int, *, reserved: int = 0) -> None:
-        """Add the tokens of a request that has ended to those of the current day, in place of the reserved ones."""
+        """Add the tokens that a finished request used to those of the day, and release the `reserved` ones."""
         self.num_reserved -= reserved
         self.num_tokens = self._tokens_of_today(self._clock()) + num_tokens
 
@@ -144,7 +145,7 @@ class Keys:
 
     @staticmethod
     def read(path: Path) -> Keys:
-        """Read a TOML file of keys. Raises `ConfigError` if it is invalid."""
+        """Read a TOML file of keys. Raises `ConfigError` if it is missing or invalid."""
         if not path.is_file():
             hint = 'write one: [me] and below it sha256 = "...", which printf %s "$KEY" | sha256sum prints'
             raise ConfigError(f"no file of keys at {path}", hint=hint)

@@ -64,7 +64,7 @@ class ServedModel:
     - `policy`: samples the completions.
     - `chat`: converts messages to tokens and back.
     - `name`: the model name that clients send.
-    - `context_tokens`: the most tokens of prompt and answer together.
+    - `context_tokens`: the maximum number of tokens of prompt and answer together.
     - `summaries`: the limits with which the model was trained to summarise long conversations. It then summarises
       conversations of clients too. None: it was not trained to summarise."""
 
@@ -113,7 +113,7 @@ class ServedModel:
         return self._tree.num_forgotten
 
     async def answer(self, parsed: ChatRequest, spent: Spent | None = None) -> list[Answer]:
-        """Sample the answers to a request, as many as its `n`, and add the tokens that they take to `spent`.
+        """Sample the `n` answers to a request. The number of tokens that they use is added to `spent`.
 
         Raises `RequestRefused`, and the errors of the policy."""
         spent = spent or Spent()
@@ -150,7 +150,7 @@ class ServedModel:
             return self._record(pending, completion, spent)
 
     def stream(self, parsed: ChatRequest, spent: Spent | None = None) -> AsyncGenerator[StreamPart]:
-        """Sample the answers to a request, and yield their parts while they are sampled. Adds the tokens to `spent`.
+        """Sample the `n` answers to a request, and yield their parts meanwhile. Adds the number of tokens to `spent`.
 
         The first part is the token ids of the prompt, [P] int32. Each other part is (number of the answer, X), where X
         is a list of newly sampled token ids or, at the end of an answer, the complete `Answer`. Raises
@@ -266,7 +266,7 @@ class ServedModel:
         return PendingRequest(parsed, request, signatures, prompt, SummaryUse.of(shortened))
 
     async def _shortened(self, parsed: ChatRequest, signatures: Any, spent: Spent) -> Shortened:
-        """Return the conversation as it goes on after its summaries. A further one is written if it is due."""
+        """Return the conversation with its beginning replaced by a summary. A new summary is written if one is due."""
         if self._summaries is None or not parsed.summaries:
             return Shortened(parsed.messages)
         writer = SummaryWriter(
@@ -332,7 +332,7 @@ class ServedModel:
         )
 
     def _in_reasoning(self, pending: PendingRequest) -> bool | None:
-        """Whether the answer begins with reasoning, for an answer that may have stop texts. None: it has none."""
+        """Whether the answer begins with reasoning (only needed for stop texts). None: it has no reasoning."""
         if pending.signatures is None or not pending.parsed.stop:
             return None
         return self.chat.in_reasoning(pending.request.prompt_ids)
@@ -396,7 +396,7 @@ class ServedModel:
 
     @asynccontextmanager
     async def _running_slot(self) -> AsyncIterator[None]:
-        """Wait for a running slot; refuse the request (429) when the queue is full."""
+        """Hold one of `max_running` slots while the block runs. Refuses the request (429) if too many wait."""
         if self._running.locked() and self._num_waiting >= self.config.max_waiting:
             facts = f"{self._num_waiting} wait for one of {self.config.max_running} running slots"
             what, hint = "too many requests are waiting", "try again after the seconds in retry-after"
@@ -415,5 +415,5 @@ class ServedModel:
 
 
 def _least_tokens(parsed: ChatRequest) -> int:
-    """Return how many tokens the answer needs: what the client asked for, unless that may be lowered."""
+    """Return the minimum number of tokens for the answer: what the client requested, or 1 if that may be lowered."""
     return 1 if parsed.clamp else parsed.max_tokens or 1

@@ -26,7 +26,7 @@ _REQUIRED = {  # fields of responses that are not streams
     "messages": ("id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage"),
 }
 _STATUSES = {
-    400: "The body is not JSON or is refused: a parameter that is unknown, not offered or out of its range, a"
+    400: "The body is not JSON or is refused: a parameter that is unknown, not supported or out of range, a"
     " conversation that cannot be answered or does not fit the context",
     401: "No API key of the gateway",
     403: "The gateway has no API keys, and the host name is not this machine's",

@@ -26,8 +26,9 @@ _MAX_QUEUED = 64  # parts of a stream that wait for a client that reads slowly
 
 
 class EventPump:
-    """Samples the answers to one request in an asyncio task, and queues a bounded number of parts. They become events
-    when the response takes them: tokens that came since the last event are sent as one.
+    """Samples the answers to one request in an asyncio task, and puts their parts into a bounded queue.
+
+    The response turns the queued parts into events: tokens that arrived since the last event are sent as one.
 
     - `parts`: what `ServedModel.stream` returns.
     - `stream`: turns the parts into events.
@@ -60,8 +61,8 @@ class EventPump:
     async def events(self, end: float, ping_s: float, late: RequestRefused) -> AsyncIterator[bytes]:
         """Yield the events that follow those that the method `first` returned, until the response is complete.
 
-        `end`: the latest time of the end, as `time.perf_counter` counts. If it is reached, the error `late` is sent as
-        the last event. `ping_s`: after so many seconds without an event, a keep-alive event is sent. Errors of the
+        `end`: the deadline, on the clock `time.perf_counter`. If it is reached, the error `late` is sent as
+        the last event. `ping_s`: seconds without an event after which a keep-alive event is sent. Errors of the
         sampling are not raised, but sent as the last event."""
         while True:
             wait_s = min(ping_s, end - time.perf_counter())
@@ -96,9 +97,9 @@ class EventPump:
         return begun
 
     async def _take(self, wait_s: float) -> bytes | None:
-        """Return all events that wait, or wait for some. Return b"" if none will follow, and None if none came in time.
+        """Return all queued events, or wait for some. Return b"" if none will follow, and None after `wait_s` seconds.
 
-        Raises after the last events what the sampling raised."""
+        After the last events, the error of the sampling is raised."""
         end = time.perf_counter() + wait_s
         while True:
             if self._waiting and (events := self._taken()):
@@ -117,7 +118,7 @@ class EventPump:
                 timer.cancel()
 
     def _taken(self) -> bytes:
-        """Take the parts that wait, and return their events. There may be none, when text is held back."""
+        """Empty the queue, and return the events of its parts. There may be none, when text is held back."""
         waiting, self._waiting = self._waiting, []
         self._room.set()
         events: list[bytes] = []

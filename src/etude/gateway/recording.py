@@ -1,4 +1,4 @@
-"""Offers complete answers to the gateway's recorders, with who asked and what the model read and sampled."""
+"""Passes complete answers to the gateway's recorders, with the sender of the request and the tokens of the model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from etude.records.served import ServedAnswer
 from etude.seams import AnswerRecorder
 
 USER = "x-etude-user"
-"""The header with which a client names the user of its organisation that a request is of."""
+"""The header in which a client names the user, of its organisation, for whom it sends a request."""
 MAX_USER_CHARS = 256
-"""The most characters of a user's name."""
+"""The maximum length of a user's name, in characters."""
 WITHOUT_KEY = "local"
-"""The organisation of all requests to a gateway without keys."""
+"""The name of the organisation that sends the requests to a gateway without keys."""
 
 
 def offer_answers(

@@ -31,14 +31,16 @@ class ChatRequest:
     """A request for the next message of a conversation, checked and with defaults filled in. A dialect's `read` returns
     one.
 
-    - `messages`: OpenAI's messages with `content` as a text and the arguments of tool calls as a dict. Results of tools
-      follow in the order of their calls.
+    - `model`: the model's name, as the client sent it.
+    - `messages`: OpenAI's messages with `content` as a string and the arguments of tool calls as a dict. Results of
+      tools follow in the order of their calls.
     - `prompt`: a text or token ids to continue, in place of `messages`.
     - `tools`: OpenAI's list of tools. It is empty when the client forbids tool calls.
     - `must_call`: the answer must be a call of one of the tools. `parallel`: it may have several calls.
     - `n`: the number of answers.
-    - `max_tokens`: the most tokens to sample; None leaves the limit to the gateway. With `clamp` it is lowered to what
-      the context has left; otherwise a request that does not fit is refused.
+    - `max_tokens`: the maximum number of tokens to sample; None leaves the limit to the gateway. With `clamp` it is
+      lowered to what the context has left; otherwise a request that does not fit is refused.
+    - `temperature`: the sampling temperature. `stream`: whether the response is a stream of events.
     - `seed`: the seed of the sampling; None: a random one.
     - `stop`: the answer is cut off before the first of these texts.
     - `include_usage`: a stream ends with the token counts.
@@ -86,14 +88,14 @@ _expected = re.compile(r"Expected `([a-z |]+)`, got")
 _KINDS = {
     "object": "a JSON object",
     "array": "a list",
-    "str": "a text",
-    "int": "a whole number",
+    "str": "a string",
+    "int": "an integer",
     "float": "a number",
     "bool": "true or false",
 }
-"""The names of JSON types in hints, by their names in msgspec's errors."""
+"""The names of types in hints, by their names in msgspec's errors."""
 ABSENT = msgspec.Raw()
-"""The value of a field that is parsed later and that a body does not have."""
+"""The value of a field that is parsed later, if the body does not have the field."""
 
 
 class BodyDecoder(Generic[B]):
@@ -137,7 +139,7 @@ class BodyDecoder(Generic[B]):
 
 
 def invalid_value(error: msgspec.ValidationError, kind: Any, where: str = "") -> RequestRefused:
-    """Return the error of a JSON value that is no `kind`: its place, what is wrong, and what is needed there.
+    """Return the error of a JSON value that is not of the type `kind`: its place, the fault, and the expected type.
 
     `where`: the place of the value in the body; "": it is the body."""
     message, found = str(error), _path.search(str(error))
@@ -178,7 +180,7 @@ def _inside(kind: msgspec.inspect.Type, name: str) -> msgspec.inspect.Type | Non
 
 
 def check_names(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Check that no two tools have one name. Raises `RequestRefused`."""
+    """Check that the tools have different names. Raises `RequestRefused`."""
     functions = [tool.get("function") for tool in tools]
     names = [function.get("name") for function in functions if isinstance(function, dict)]
     counts = Counter(name for name in names if isinstance(name, str))
@@ -224,7 +226,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "top_logprobs": (0, MAX_TOP_LOGPROBS),
     "n": (1, MAX_ANSWERS),
 }
-"""The smallest and the largest value of parameters."""
+"""The minimum and maximum of parameters."""
 SAMPLING = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_tokens")
 
 
@@ -314,10 +316,10 @@ class ParseCache(Generic[P, V]):
 def message_reader(
     decoder: msgspec.json.Decoder[P], convert: Callable[[P, str], Sequence[Message]], where: str
 ) -> Callable[[Sequence[msgspec.Raw], int], list[Message]]:
-    """Return the `read` of `Conversations` for a dialect whose parts are messages.
+    """Return the argument `read` of `Conversations` for a dialect in which each part of a body is one message.
 
-    `convert(part, place)` turns a message of the dialect into one or more messages. `place` is its place in the body,
-    for errors."""
+    `convert(part, place)` turns a message of the dialect into one or more of `ChatRequest.messages`. `place` is its
+    place in the body, for errors. `where`: the field of the body that has the parts."""
     kept = ParseCache(decoder, lambda parsed, place: [KeptMessage(message) for message in convert(parsed, place)])
 
     def read(parts: Sequence[msgspec.Raw], first: int) -> list[Message]:
@@ -328,7 +330,7 @@ def message_reader(
 
 @dataclass(frozen=True, slots=True)
 class _Talk:
-    """A conversation as a request sent it: its parts, which are views of the body, and its messages."""
+    """A conversation that a request sent: its parts, which are views of the body, and its messages."""
 
     parts: Sequence[msgspec.Raw]
     messages: KeptMessages
@@ -382,7 +384,7 @@ class Conversations:
         return messages
 
     def _is_whole(self, parts: Sequence[msgspec.Raw], messages: KeptMessages) -> bool:
-        """Return whether each call has its result, and the last part is no beginning of a turn of the model."""
+        """Return whether each call has its result, and the last part does not begin a turn of the model."""
         try:
             check_results(messages, self._where)
         except RequestRefused:
@@ -390,7 +392,7 @@ class Conversations:
         return bool(self._read(parts[-1:], len(parts) - 1))
 
     def _keep(self, beginning: _Beginning, talk: _Talk, earlier: _Talk | None) -> None:
-        """Keep a conversation, in the place of an earlier part of it."""
+        """Store a conversation. It replaces an earlier one of which it is the continuation."""
         with self._lock:
             if self._num_bytes + talk.num_bytes > self._max_bytes // 2:
                 self._older, self._recent, self._num_bytes = self._recent, {}, 0
@@ -423,7 +425,9 @@ def check_range(name: str, value: float | None, low: float, high: float = float(
 
 
 def check_stops(stop: str | Sequence[str] | None, name: str = "stop") -> tuple[str, ...]:
-    """Return the stop texts of a request as a tuple. `name` is the name of the parameter. Raises `RequestRefused`."""
+    """Return the stop texts of a request as a tuple. `name` is the parameter's name.
+
+    Raises `RequestRefused` for more than `MAX_STOPS` texts, and for one with 0 or over `MAX_STOP_CHARS` characters."""
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     wrong = next((len(stop) for stop in stops if not 0 < len(stop) <= MAX_STOP_CHARS), None)
     if len(stops) > MAX_STOPS or wrong is not None:
@@ -444,14 +448,14 @@ def canonical_call(name: str, arguments: Any, call_id: str, where: str) -> dict[
         parsed = None
     if not isinstance(parsed, dict):
         hint = "send the arguments as the model gave them"
-        what, facts = "a tool call has invalid arguments", "they are no JSON object of valid Unicode text"
+        what, facts = "a tool call has invalid arguments", "they are not a JSON object of valid Unicode text"
         raise invalid_request(what, facts, hint=hint, param=where)
     identity = {"id": call_id} if call_id else {}
     return {**identity, "type": "function", "function": {"name": name, "arguments": parsed}}
 
 
 def function_tool(name: str, description: str | None, schema: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return an entry of OpenAI's list of tools. `schema` is the JSON schema of the arguments."""
+    """Return a function as an entry of OpenAI's `tools` list. `schema` is the JSON schema of the arguments."""
     function: dict[str, Any] = {"name": name}
     if description is not None:
         function["description"] = description

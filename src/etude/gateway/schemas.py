@@ -1,7 +1,7 @@
 """Checks of the JSON schemas in a request, before anything is sampled. Raises only `RequestRefused`.
 
-A schema that the answer must follow is compiled, so everything that `etude.grammars` does not support is refused. A
-tool that the model may call, but need not, only has to have a schema that is JSON schema."""
+A schema that the answer must follow is compiled, so everything that `etude.grammars` does not support is refused. The
+schema of a tool that the model may call, but need not, only has to be a valid JSON schema."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ _OF_NAMED = ("properties", "patternProperties", "$defs", "definitions", "depende
 
 
 def check_schemas(parsed: ChatRequest) -> None:
-    """Check the schemas of a request. Raises `RequestRefused` (HTTP status 400), which names the invalid one."""
+    """Check the JSON schemas of a request: of its tools, and of the answer.
+
+    Raises `RequestRefused` (HTTP status 400), which names the invalid one."""
     must_follow = parsed.must_call or parsed.schema is not None
     for tool in parsed.tools:
         function = tool.get("function")
@@ -53,7 +55,7 @@ def _check(schema: Any, what: str, param: str, *, compiled: bool) -> None:
 
 @lru_cache(maxsize=64)
 def _fault_of_grammar(grammar: str) -> str:
-    """Return why a grammar cannot be used; "" if it can, or if llguidance is missing here: then the engine says it."""
+    """Return why a grammar cannot be used; "" if it can. Without llguidance only the engine checks it."""
     if importlib.util.find_spec("llguidance") is None:
         return ""
     try:
@@ -69,7 +71,7 @@ def _refused(what: str, facts: str, param: str) -> RequestRefused:
 
 
 def fault_of(schema: Any, where: str = "schema") -> str:
-    """Return why a value is not a JSON schema, and at which place in it; "" for a JSON schema.
+    """Return why, and at which place, a value is not a valid JSON schema; "" for a valid one.
 
     Keywords that are not known here may have any value.
 

@@ -22,7 +22,7 @@ _decoder = json.JSONDecoder()
 
 @dataclass(frozen=True)
 class CallFormat:
-    """One way in which checkpoints write tool calls, such as `HERMES`.
+    """A format in which checkpoints write tool calls, such as `HERMES`.
 
     - `opening_tokens`: tokens with which a call, or a list of calls, begins.
     - `begin`: the text with which each call begins.
@@ -34,7 +34,7 @@ class CallFormat:
       string value is written as it is, any other value as JSON. "": ARGUMENTS is a JSON object.
     - `bare`: beginnings of a JSON object, without whitespace. A completion that begins with one of them is a call
       without an opening token.
-    - `is_single`: whether a completion has one call at most."""
+    - `is_single`: whether a completion has at most one call."""
 
     name: str
     opening_tokens: tuple[str, ...]

@@ -3,8 +3,8 @@
 Messages are in OpenAI's format. A Jinja template, usually the checkpoint's, renders them as text. This module turns the
 rendering into token ids under three rules:
 
-- *Tokens are stored once.* After the first prompt only what a turn appends is encoded (`continuation`), and the
-  rendering is checked to be a pure extension of the earlier one. Sampled tokens are never tokenised again.
+- *Tokens are stored once.* After the first prompt only what a turn appends is encoded (`continuation`). In etude's
+  format the rendering is checked to be an extension of the earlier one. Sampled tokens are never tokenised again.
 - *Structure comes from the template only.* Text that spells a special token (a file that contains ``<|end|>``) is
   encoded as ordinary text. So no tool output can end a message or impersonate another role.
 - *A checkpoint's template is untrusted code.* It runs in a sandbox (`template`). A template that uses `tools` gets the
@@ -186,7 +186,7 @@ class ChatFormat:
         return text, spans
 
     def _end_of_answer(self, rendering: str) -> int:
-        """Return where the last message of a rendering ends, its stop token included; -1 without one."""
+        """Return the end of the last message in a rendering, after its stop token; -1 if there is none."""
         at = rendering.rfind(END)
         return at if at < 0 else at + len(END)
 
@@ -228,9 +228,9 @@ class ChatFormat:
     ) -> str:
         """Return `_after_reply`, for a long history from a short one with the same last reply.
 
-        To render a whole history, and all tools, for each turn takes a time that grows with them. No template is known
-        whose text after a reply depends on more than the short history has. For each kind of messages this is checked
-        in the 1st, 2nd, 4th, 8th, … turn; the whole history is rendered from the first difference on."""
+        Rendering the whole history and all tools in each turn would take a time that grows with them. In all known
+        templates the text after a reply depends only on what the short history has. For each kind of
+        messages this is checked in the 1st, 2nd, 4th, 8th, … turn; after a difference the whole history is rendered."""
         short = [*([_SYSTEM] if previous[0]["role"] == "system" else []), _USER, previous[-1]]
         if len(previous) <= len(short):
             return self._after_reply(previous, new, signatures, ended)

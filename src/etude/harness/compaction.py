@@ -106,7 +106,7 @@ class Compactor:
             messages = without_last_exchange(messages)
         if messages is None:
             return None
-        for _ in range(min(MAX_ATTEMPTS, self._turns_left(episode) - 1)):  # one turn is left to go on with
+        for _ in range(min(MAX_ATTEMPTS, self._turns_left(episode) - 1)):  # one turn is left for the agent
             turn = await episode.ask(with_request(messages), kind=TurnKind.SUMMARY, max_tokens=limit)
             fault = fault_of(turn, limit)
             if fault is None:

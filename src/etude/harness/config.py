@@ -19,22 +19,22 @@ class HarnessConfig:
     """Tools, agent program and limits of one rollout. Raises `ValueError` for limits that contradict each other.
 
     - `tools`: names of standard tools, and plug-ins.
-    - `max_turns`: the most completions of the model.
-    - `turn_tokens`: the most tokens of one completion.
-    - `context_tokens`: the most tokens of a conversation.
-    - `summary_tokens`: the most tokens of a summary. The model summarises a conversation that has reached 50 to 80 % of
-      the context (the share differs between groups of rollouts) and continues from the summary. 0: no summaries; a full
-      context ends the rollout.
-    - `output_chars`: the longest tool output. A longer one loses its middle.
-    - `turn_deadline_s`: the longest time that an engine may make no progress, in seconds. After it the rollout is
-      invalid.
-    - `tool_deadline_s`: the longest time of one command, in seconds. Then it is killed.
-    - `rollout_deadline_s`: the longest time of all commands together, in seconds. Two things do not count: waiting for
-      an engine, and CPU time that other processes took from the commands, if it is measured (`ExecResult.lost_s`).
-    - `export_bytes`: the largest file that is taken from the machine for grading.
+    - `max_turns`: the maximum number of completions of the model, summaries included.
+    - `turn_tokens`: the maximum number of tokens of one completion.
+    - `context_tokens`: the maximum number of tokens of a conversation.
+    - `summary_tokens`: the maximum number of tokens of a summary. The model summarises a conversation that has reached
+      50 to 80 % of the context (the share differs between groups of rollouts) and continues from the summary. 0: no
+      summaries; a full context ends the rollout.
+    - `output_chars`: the maximum length of a tool output, in characters. A longer one loses its middle.
+    - `turn_deadline_s`: the maximum time without progress of an engine, in seconds. After it the rollout is invalid.
+    - `tool_deadline_s`: the maximum time of one command, in seconds. Then it is killed.
+    - `rollout_deadline_s`: the maximum time of all commands together, or of a `program` that is a command, in seconds.
+      Two things do not count: waiting for an engine, and CPU time that other processes took from the commands, if
+      it is measured (`ExecResult.lost_s`).
+    - `export_bytes`: the maximum size of a file that is exported from the machine for grading.
     - `require_submit`: give reward 0 to a rollout whose agent never called `submit`.
     - `prompt`: the system message before the task's instruction. A program that is a command has its own. "": none.
-    - `program`: the agent program: "loop", the built-in one; "command", a program that asks the model over HTTP, with
+    - `program`: the agent program: "loop", the built-in one; "command", a program that calls the model over HTTP, with
       the settings of `etude.rollouts.command.CommandProgram`; or a plug-in."""
 
     tools: tuple[str | Plugin, ...] = LAPTOP_TOOLS

@@ -132,8 +132,8 @@ class Episode:
             await episode.act(await episode.ask())
 
     Every turn is recorded with its tokens, and is trained on. `messages` is a list of OpenAI messages that begins with
-    `harness.prompt`, if it is set, and the task's instruction. A program may change it before it asks, or ask with
-    another list of messages (a sub-agent, a shortened context). Turns with the same history are recorded as branches of
+    `harness.prompt`, if it is set, and the task's instruction. A program may change it before a turn, or pass
+    another list to `ask` (a sub-agent, a shortened context). Turns with the same history are recorded as branches of
     a tree.
 
     `policy` samples the completions; a program may replace it by an object that wraps it. `clock` returns seconds."""
@@ -189,18 +189,18 @@ class Episode:
 
         `messages` is the conversation, by default `self.messages`; its last message must not be the model's. `tools`
         are those of the turn in OpenAI's format, by default the episode's. `kind` is the purpose of the turn.
-        `max_tokens` is the most tokens of the turn, by default `harness.turn_tokens`. Without `strict` a call need not
-        fit its tool's signature, and a completion whose calls cannot be parsed is a plain text, as clients of the
-        gateway get it. Sampling ends at the first of the texts `stops`, and the message ends before it.
+        `max_tokens` is the maximum number of tokens of the turn, by default `harness.turn_tokens`. Without `strict` a
+        call need not fit its tool's signature, and a completion whose calls cannot be parsed is plain text, as clients
+        of the gateway get it. Sampling ends at the first of the stop texts `stops`, and the message ends before it.
 
-        The seed of a turn depends only on its conversation and on how often it was sent before. So the order in which
-        sub-agents ask changes no token. The policy limits the time of a turn (`harness.turn_deadline_s`).
+        The seed of a turn depends only on its conversation and on how often it was sent before. So the order of
+        the requests of sub-agents changes no token. The policy limits the time of a turn (`harness.turn_deadline_s`).
 
         Raises:
 
         - `EpisodeEnded` when `ending` is set, or when `harness.max_turns` turns were requested.
         - `ContextFull` when the conversation and `max_tokens` do not fit into `harness.context_tokens`. A program may
-          catch it and ask with a shorter conversation; otherwise it ends the episode.
+          catch it and continue with a shorter conversation; otherwise it ends the episode.
         - `EngineError` when no engine has answered. The rollout is then invalid in any case.
         - `ChatError` for a chat template that the user must fix."""
         await self._require_open()
@@ -213,7 +213,7 @@ class Episode:
             facts = (
                 f"{num_tokens} tokens with the next turn, and harness.context_tokens is {self.limits.context_tokens}"
             )
-            raise ContextFull("the conversation is too long", facts, hint="ask with fewer messages")
+            raise ContextFull("the conversation is too long", facts, hint="send fewer messages")
         number, self.num_turns = self.num_turns, self.num_turns + 1
         self.num_resampled += prompt.num_resampled
         request = self._request(prompt, number, max_tokens, last=kind is TurnKind.SUMMARY)
@@ -235,7 +235,7 @@ class Episode:
         if self.ending is None and self.num_turns >= self.limits.max_turns:
             self.ending = Ending.TURNS
         if self.ending is not None:
-            await asyncio.sleep(0)  # a program that catches the error and asks again cannot block the event loop
+            await asyncio.sleep(0)  # a program that catches the error and tries again cannot block the event loop
             raise EpisodeEnded(self.ending)
 
     async def num_tokens(self, messages: list[Message], *, tools: Sequence[Mapping[str, Any]] | None = None) -> int:

@@ -23,7 +23,7 @@ class InterruptedLoop:
 
 
 class _Interruption:
-    """A `RoomMaker` that also says the second message, once, before the turn after turn `after`."""
+    """A `RoomMaker` that also appends the user's second message, once, before the turn after turn `after`."""
 
     def __init__(self, after: int, text: str, room: RoomMaker | None) -> None:
         self._after, self._text, self._room = after, text, room

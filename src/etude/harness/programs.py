@@ -59,7 +59,8 @@ async def run_agent(episode: Episode, room: RoomMaker | None = None) -> None:
 async def run_program(episode: Episode) -> AgentRun:
     """Run the agent program that the config names (`harness.program`) to its end.
 
-    Raises `ChatError` for a chat template that the user must fix, and `PluginError` for a plug-in that fails."""
+    Raises `ChatError` for a chat template, `ConfigError` for a command, and `PluginError` for a plug-in that cannot be
+    used: the user must fix it."""
     plugin = episode.limits.program
     if not isinstance(plugin, Plugin):
         return await _run_to_end(episode, run_agent(episode))
@@ -78,8 +79,9 @@ def _load_harness(plugin: Plugin) -> Harness:
 async def run_plugin(plugin: Plugin, harness: Harness, episode: Episode) -> AgentRun:
     """Run the agent program `harness` of a plug-in to its end. `plugin` names it in errors.
 
-    Raises `PluginError` when the program fails, or takes longer than `max_turns` tool calls may take. The time in which
-    it waits for the policy does not count. Also raises `ChatError`."""
+    Raises `PluginError` when the program fails, or takes longer than `harness.max_turns` tool calls may take
+    (`tool_deadline_s` each, and 30 s). The time in which it waits for the policy does not count. Also raises
+    `ChatError`."""
     limit_s = episode.limits.max_turns * episode.limits.tool_deadline_s + PLUGIN_GRACE_S
 
     async def run() -> None:

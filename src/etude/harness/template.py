@@ -25,14 +25,14 @@ from etude.errors import EtudeError
 
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_CHARS = 1 << 24
-"""The longest rendering, and the longest text in any intermediate value."""
+"""The maximum length of a rendering, and of a text in any intermediate value, in characters."""
 MAX_ELEMENTS = 200_000
-"""The most elements of a nested value. An element that is contained twice counts twice."""
+"""The maximum number of elements of a nested value. An element that is contained twice counts twice."""
 MAX_STEPS = 300_000
-"""The most loop iterations and calls in one rendering."""
+"""The maximum number of loop iterations and calls in one rendering."""
 DEADLINE_S = 5.0
 MAX_WIDTH = 10_000
-"""The largest number that a filter or a method accepts, since it may be a width."""
+"""The maximum number that a filter or a method accepts, since it may be a width."""
 
 _MAX_SAFE = 4096  # attributes of types whose safety is known
 _OF_DICT = frozenset(dir(dict))
@@ -54,7 +54,7 @@ class ChatTemplate:
 
     - `source`: Jinja source.
     - `special`: the special tokens that the template may write, by name, such as ``bos_token``.
-    - `deadline_s`: the most CPU time of one rendering, in seconds.
+    - `deadline_s`: the maximum CPU time of one rendering, in seconds.
     - `limited`: False turns all limits off, for a trusted template. Rendering is then several times faster.
 
     Raises `ChatError` when the template does not compile.
@@ -192,7 +192,7 @@ class _LimitExceeded(jinja2.TemplateError):
 
 
 class _Budget:
-    """What one rendering may still take: `MAX_STEPS` steps, and at most `deadline_s` seconds of CPU time."""
+    """The remaining budget of one rendering: of `MAX_STEPS` steps, and of `deadline_s` seconds of CPU time."""
 
     def __init__(self, deadline_s: float) -> None:
         self.steps = MAX_STEPS
@@ -216,7 +216,7 @@ def _size(*values: Any) -> int:
     total, elements, waiting = 0, 0, list(values)
     while waiting:
         value = waiting.pop()
-        kind = type(value)  # `isinstance` asks an object of the template for its class, which is slow
+        kind = type(value)  # `isinstance` reads the class of an object of the template, which is slow
         elements += 1
         if issubclass(kind, str):
             total += len(value)

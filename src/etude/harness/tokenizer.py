@@ -55,11 +55,11 @@ class SafeTokenizer:
         return str(self.tokenizer.decode(known, skip_special_tokens=not special))
 
     def escape(self, text: str) -> str:
-        """Break the spelling of added tokens in a text, so that only the template writes such tokens."""
+        """Return a text with marks in all spellings of added tokens, so that only the template writes such tokens."""
         return self._escape_matches(text, self.spellings)
 
     def escape_all(self, value: Any) -> Any:
-        """Escape all texts in a JSON value, keys included."""
+        """Return a JSON value with all its strings escaped, those of keys included."""
         if isinstance(value, Mapping):
             return {self.escape(str(k)): self.escape_all(v) for k, v in value.items()}
         if isinstance(value, list):
@@ -67,7 +67,7 @@ class SafeTokenizer:
         return self.escape(value) if isinstance(value, str) else value
 
     def escape_special(self, value: Any) -> Any:
-        """Escape the text of an assistant message: added tokens that are not special stay tokens."""
+        """Return the escaped text of an assistant message. Added tokens that are not special stay tokens."""
         if isinstance(value, str):
             return self._escape_matches(value, self._special_spellings)
         return self.escape_all(value)
@@ -80,11 +80,11 @@ class SafeTokenizer:
         return literal.sub(lambda m: m[0][0] + _MARK + m[0][1:], text)
 
     def encode_rendering(self, rendering: str, *, max_tokens: int | None = None, begins: bool = False) -> I32:
-        """Encode the rendering of a template, whose texts were escaped, as token ids, [T] int32. Raises `ContextFull`
-        for a text that certainly has more than `max_tokens` tokens.
+        """Encode the output of a template whose input was escaped, as token ids, [T] int32. Raises `ContextFull` for a
+        text that certainly has more than `max_tokens` tokens.
 
-        `begins`: a conversation begins with it. The tokens of its texts are then cached, since other conversations
-        begin with the same instructions and tools."""
+        `begins`: whether a conversation begins with it. The tokens of its texts are then cached, since other
+        conversations begin with the same instructions and tools."""
         self.check_length(rendering, max_tokens)
         ids: list[int] = []
         for i, piece in enumerate(self.spellings.split(rendering)):
@@ -131,7 +131,7 @@ def match_any(tokens: Iterable[str]) -> re.Pattern[str]:
 
 
 COMPOSED = 4
-"""The most characters that NFC composes into one."""
+"""The maximum number of characters that NFC composes into one."""
 _KEEP_ALL = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Sequence", "Split"}
 
 

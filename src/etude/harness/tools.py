@@ -36,8 +36,8 @@ class Workbench:
     - `files`: the paths in the working directory, so that `ls` needs no command. None after the first command, which
       may have changed them.
     - `key`: prefix of the idempotency keys of commands. A machine runs a command with a known key only once.
-    - `deadline_s`: the longest time of the next command, in seconds.
-    - `output_chars`: the most characters of an output that the model gets.
+    - `deadline_s`: the maximum time of the next command, in seconds.
+    - `output_chars`: the maximum number of characters of an output that the model gets.
     - `submitted`: whether the agent has called `submit`.
     - `lost_s`: CPU seconds that other processes of the host took from the commands."""
 

@@ -74,7 +74,7 @@ class KVCache:
         self.queries = torch.zeros(num_slots, self.heads, rows, kept.key_width, dtype=dtype)  # scratch of decoding
 
     def step(self, decode_slots: I64, decode_positions: I64, chunks: list[Span]) -> StepCache:
-        """Return the cache as one forward pass uses it.
+        """Return the cache of one forward pass.
 
         The rows of the pass are one token of each decoding sequence, then the tokens of the prompt chunks, in order.
         `decode_slots` and `decode_positions` say where the decoding rows are, [sequences] int64."""
@@ -114,7 +114,7 @@ class SlotStates:
         self.current, self.kept = memory(num_slots), memory(num_slots, copies)
 
     def copy(self, source: int, target: int, stop: int) -> None:
-        """Give slot `target` the states of slot `source` after `stop` tokens, and the kept ones up to there."""
+        """Copy the states of slot `source` after `stop` tokens to slot `target`, with the kept copies up to there."""
         number = stop // self.every if self.every else 0
         for memory in (one for layer in self.kept.values() for one in layer):
             memory[target, :number] = memory[source, :number]
@@ -126,7 +126,7 @@ class SlotStates:
             self.go_back(target, stop)
 
     def go_back(self, slot: int, position: int) -> None:
-        """Make the states after `position` tokens the current ones of a slot. There must be kept ones, or no tokens."""
+        """Restore the states of a slot after `position` tokens. There must be a kept copy, unless `position` is 0."""
         assert not position or (self.every and position % self.every == 0), f"no states after {position} tokens"
         for layer, memories in self.current.items():
             for memory, kept in zip(memories, self.kept[layer], strict=True):

@@ -6,7 +6,7 @@ on what else is in the batch.
 
 Production has strict priority over rollouts. It gets the first free slot, then the slot of an idle session, then that
 of a running rollout. The rollout keeps the tokens that it has sampled. Later the engine computes their keys again, like
-those of its prompt, and the rollout goes on; the tokens after them depend on its seed and their positions alone.
+those of its prompt, and continues; the tokens after them depend on its seed and their positions alone.
 While a prompt of production is computed, rollouts stop, with their KV kept. Afterwards both share the steps.
 
 Everything is bounded: slots, prompt tokens per step, and the waiting queue of each class. If the queue is full,
@@ -248,8 +248,8 @@ class Scheduler:
 
     - `num_slots`, `context_tokens`: the number of slots of the KV cache, and the positions of each.
     - `chunk_tokens`: prompts are computed in chunks that end at multiples of this number.
-    - `step_tokens`: the most prompt tokens of a step.
-    - `max_waiting`: the most requests of a class (rollouts, production) that wait for a slot.
+    - `step_tokens`: the maximum number of prompt tokens of a step.
+    - `max_waiting`: the maximum number of requests of a class (rollouts, production) that wait for a slot.
     - `share`: False to compute every prompt whole; for comparisons.
     - `grain`: KV is reused for prefixes whose length is a multiple of this number of tokens (`SlotTable`): 1, or
       `chunk_tokens` for a model with recurrent layers.

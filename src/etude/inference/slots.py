@@ -121,9 +121,9 @@ class SlotTable:
             slot.session_id = ""
 
     def shared(self, ids: I32) -> I64:
-        """Return for each slot how many of its leading tokens equal those of `ids`, [S].
+        """Return for each slot the length of the prefix that it shares with `ids`, [S] int64, as far as `grain` allows.
 
-        The slot may not have computed all of them yet (`held`). A hash collision can make a number too large; `longest`
+        The KV of these tokens may not be computed yet (`held`). A hash collision can make a length too large; `longest`
         compares the tokens."""
         if not self._share:
             return np.zeros_like(self.held)
@@ -139,7 +139,7 @@ class SlotTable:
         return np.where(self.held <= shared, np.maximum(self.held, self._cut(shared)), self._cut(shared))
 
     def _cut(self, num_tokens: I64) -> I64:
-        """Return the most tokens, at most as many as given, with which another sequence can begin."""
+        """Round numbers of tokens down to lengths of prefixes with which another sequence can begin."""
         return num_tokens // self._grain * self._grain
 
     def longest(self, slot: Slot | None, ids: I32, shared: I64) -> Prefix:
@@ -198,7 +198,7 @@ class SlotTable:
 
 
 def _hashes(ids: I32) -> U64:
-    """Return the hash of each block of tokens, of which `ids` has a whole number."""
+    """Return the hash of each block of `BLOCK` tokens. The length of `ids` must be a multiple of `BLOCK`."""
     blocks = ids.reshape(-1, BLOCK).astype(np.uint64) + np.uint64(1)
     hashes: U64 = (blocks * _FACTORS).sum(1, dtype=np.uint64)
     return hashes

@@ -26,7 +26,7 @@ from etude.rollouts.view import turn_tokens, view_turns
 from etude.run import RunFolder
 
 REPORTED_STEPS, REPORTED_BYTES = 8, 256 << 20
-"""So many of the last steps are searched for a group with a sample, in traces of at most so many bytes."""
+"""How many of the last steps are searched for a group with a sample, and the maximum size of a trace, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def read_training(run: RunFolder, ledger: Ledger, row: Row, history: Sequence[Ma
 
 
 def _recorded(run: RunFolder, ledger: Ledger, row: Row) -> RecordedTree | None:
-    """Return the rollout as the trace of its step has it. None if there is no trace yet, but the rollout's file."""
+    """Return the rollout from the trace of its step; None if there is no trace yet, but the rollout's file."""
     if row.step is None:
         return None
     try:

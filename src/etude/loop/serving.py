@@ -1,8 +1,8 @@
 """Serves checkpoints, and runs that are still training, through the gateway.
 
-`model_of_checkpoint` starts one engine as a supervised child. For a run the engine loads each version of the weights
-that is published, so that answers come from the newest one. `model_of_fleet` has no engine of its own: the gateway uses
-the engines of a run that has a registry, with priority over their rollouts."""
+`model_of_checkpoint` starts one engine as a supervised child. For a run the engine follows a branch, such as `stable`,
+or the newest version: it loads each version that is published there. `model_of_fleet` starts no engine: the gateway
+uses the engines of a run that has a registry, with priority over their rollouts."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class ModelSource(NamedTuple):
 
     - `name`: the model name for clients.
     - `checkpoint`: a Hugging Face directory.
-    - `store`: the store of a run whose newest weights are served; None: the checkpoint's own weights. `branch`: serve
-      the version of this branch instead of the newest.
+    - `store`: the store of a run whose newest weights are served; None: the checkpoint's own weights. `branch`: the
+      branch of the run whose version is served instead of the newest; "": none.
     - `version`: the published version whose weights the checkpoint has, if no store is followed.
     - `summaries`: how the model was trained to summarise long conversations; None: it was not.
     - `numerics`, `engine`: the settings of its engine, except for the context, which is that of the model."""

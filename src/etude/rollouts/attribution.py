@@ -1,16 +1,15 @@
-"""Decides for each model request of an agent program whether it is a new turn, a repetition of an earlier request, or
-a call beside the conversation.
+"""Attributes each model request of an agent program: it is a new turn, a retry of an earlier request, or a side call.
 
 A request becomes a turn of the episode (`Episode.ask`), sampled with the run's parameters. Clients repeat requests:
 their library retries after a timeout, or they lost the connection. A repeated request samples nothing: it waits for the
 first one, or gets its answer. A request is taken as repeated if
 
 - it equals an earlier request, and says that it is a retry (`AgentRequest.retry`) or has the same idempotency key;
-- it equals an earlier request whose client went away before the answer was delivered.
+- it equals an earlier request whose client disconnected before the answer was delivered.
 
 Requests are equal if all is equal that decides the answer or its kind (`_digest`). An idempotency key that comes with
 another request is refused. Any other equal request is sampled anew, since a program may want several samples. When a
-client goes away, its turn is sampled to the end and recorded."""
+client disconnects, its turn is sampled to the end and recorded."""
 
 from __future__ import annotations
 
@@ -38,11 +37,11 @@ from etude.harness.tools import clip
 from etude.records.rollout import Ending, ToolCall, TurnKind
 
 MAX_ANSWERS = 16
-"""The most answers to one request (`n`)."""
+"""The maximum number of answers to one request (`n`)."""
 MAX_PARALLEL = 64
-"""The most requests of one rollout that run at the same time."""
+"""The maximum number of requests of one rollout that run at the same time."""
 SIDE_TOKENS = 1024
-"""The longest answer that a side call asks for, in tokens."""
+"""The maximum token limit (`max_tokens`) of a side call."""
 _OUTPUT_CHARS = 10_000  # of a tool's output in the trace
 
 
@@ -94,9 +93,10 @@ class Call:
 class Attribution:
     """The model requests of one rollout. `ask` returns the answers, and `finish` decides which turns were side calls.
 
-    A side call is a request outside of the conversation, such as for a title. It is not trained on. Requests are side
-    calls if their model name, or a system message, matches one of the patterns `side` (as in `fnmatch`). `log` is
-    called with lines for the rollout's log. `max_requests` limits all requests, refused ones included."""
+    A side call is a request outside of the agent's conversations, such as one for a title. It is not trained on.
+    Requests are side calls if their model name, or a system message, matches one of the patterns `side` (as in
+    `fnmatch`). `log` is called with lines for the rollout's log. `max_requests` limits all requests, refused ones
+    included."""
 
     def __init__(self, episode: Episode, *, side: Sequence[str] = (), log: Callable[[str], None]) -> None:
         self.episode, self.calls = episode, list[Call]()
@@ -157,7 +157,7 @@ class Attribution:
 
     def _ended(self, accepted: AcceptedRequest) -> None:
         self._running.discard(accepted.answers)
-        if accepted.answers.cancelled() or accepted.answers.exception() is not None:  # a repetition asks anew
+        if accepted.answers.cancelled() or accepted.answers.exception() is not None:  # a repetition is sampled anew
             self._by_key[accepted.key].remove(accepted)
             self._by_idempotency = {k: v for k, v in self._by_idempotency.items() if v is not accepted}
         if self.episode.failure is not None or self.episode.ending is not None:
@@ -204,9 +204,9 @@ class Attribution:
         )
 
     async def _shortened(self, chat: ChatRequest) -> Shortened:
-        """Return the conversation as it goes on after its summaries. A further one is written if it is due.
+        """Return the conversation with its beginning replaced by a summary. A new summary is written if one is due.
 
-        Raises `ContextFull` when all attempts at one were refused, as the built-in program ends then."""
+        Raises `ContextFull` if all attempts at a summary were refused; the built-in program ends in this case."""
         if self._summaries is None:
             return Shortened(chat.messages)
         first = conversation_keys((), chat.messages[:1])[0]
@@ -216,7 +216,7 @@ class Attribution:
         shortened = await self._summaries.shorten(writer, chat.messages, chat.tools)
         if shortened.fault is not None:
             facts = f"its summary was refused: {shortened.fault}"
-            raise ContextFull("the conversation is too long", facts, hint="ask with fewer messages")
+            raise ContextFull("the conversation is too long", facts, hint="send fewer messages")
         return shortened
 
     def _is_side(self, chat: ChatRequest) -> bool:
@@ -253,8 +253,8 @@ class Attribution:
 
 
 def _digest(chat: ChatRequest) -> bytes:
-    """Return a digest of all that decides the answers to a request and their kind. Sampling parameters are the run's,
-    and how an answer is sent (a stream, a dialect) does not change it."""
+    """Return a digest of everything that decides the answers to a request and their kind. Not in it: sampling
+    parameters, which are the run's, and how answers are sent (dialect, stream)."""
     reasoning = [message.get("reasoning_content") for message in chat.messages]  # not in `conversation_keys`
     more = [chat.model, chat.n, chat.max_tokens, chat.stop, reasoning]
     return hashlib.sha256(conversation_keys(chat.tools, chat.messages)[-1] + json.dumps(more).encode()).digest()
@@ -281,8 +281,7 @@ class EpisodeWriter:
 
     @property
     def max_attempts(self) -> int:
-        """How many summaries may be sampled now. At least one turn of the episode is left for the agent's next
-        request."""
+        """The number of summaries that may be sampled now, so that a turn is left for the agent's next request."""
         return min(MAX_ATTEMPTS, self._turns_left - 1)
 
     @property
@@ -302,8 +301,8 @@ class EpisodeWriter:
         return turn.node, turn.reply
 
     async def carry(self, summary: str, number: int, covered: Sequence[Message]) -> Carried:
-        """Write the file of earlier messages, and return the summary and the numbers with which the conversation
-        continues.
+        """Write the summarised messages into the history file, and return the summary and the numbers with which the
+        conversation continues.
 
         Raises `MachineError` if the machine has failed."""
         path = await write_history(self.episode, covered, self.path)

@@ -1,10 +1,10 @@
-"""The agent program "command": any program that asks the model over HTTP, in the machine or next to the worker process.
+"""The agent program "command": any program that calls the model over HTTP, in the machine or beside the worker.
 
     [harness]
     program = { kind = "command", argv = ["python", "agent.py"], where = "outside" }
 
-The program gets URL and key of the rollout's endpoints (`etude.rollouts.endpoints`) in the variables that OpenAI's and
-Anthropic's clients read. It needs no change for etude, and its model turns are trained on."""
+The program gets the URL and key of the rollout's endpoints (`etude.rollouts.endpoints`) in the environment variables
+that OpenAI's and Anthropic's clients read. It needs no change for etude, and its model turns are trained on."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from etude.rollouts.processes import Launcher, launcher_of, uncancelled
 from etude.scratch import ScratchDirectory
 
 END_GRACE_S = 5.0
-"""Seconds that a program has to end by itself once its requests are refused."""
+"""Seconds that a program has to exit once its requests are refused; then it is killed."""
 _NOT_RUN = (126, 127)  # exit codes of a program that was not found, or cannot be executed
 _WORDS = ("instruction", "base_url", "model", "workdir", "cwd", "python")
 _WORD = re.compile(r"(?<!\$)\{(\w+)\}")  # not ${NAME} of a shell
@@ -45,8 +45,7 @@ _ENV_BYTES = 100_000  # Linux takes 131,071 in one variable
 
 
 class Where(enum.StrEnum):
-    """Where an agent program runs: inside the rollout's machine, or outside, next to the worker, with tools for the
-    machine."""
+    """Where an agent program runs: inside the rollout's machine, or outside, on the worker's host."""
 
     INSIDE = "inside"
     OUTSIDE = "outside"
@@ -56,21 +55,21 @@ class Where(enum.StrEnum):
 class CommandProgram:
     """An agent program that is a command. Its fields are the settings under ``[harness.program]``.
 
-    - `argv`: the command line. In it and in `env` the words {instruction}, {base_url}, {model}, {workdir}, {cwd} (the
-      folder in which the run was started) and {python} (the interpreter of etude) are replaced. Other text in braces is
-      not changed, but a misspelt word of this list is an error.
+    - `argv`: the command line. In it and in `env` the placeholders {instruction}, {base_url}, {model}, {workdir}, {cwd}
+      (the folder in which the run was started) and {python} (the interpreter of etude) are replaced. Other text in
+      braces is not changed, but a misspelt placeholder is an error.
     - `where`: "outside" runs it on the worker's host in a new folder, "inside" in the working directory of the machine.
     - `env`: environment variables to add.
     - `warm`: Python modules to import once for all rollouts. Each rollout then starts as a fork of an interpreter that
       has them. They are imported with the variables of `env`, except for those with {instruction}, {base_url} or
       {workdir}. Needs `where` "outside" and a Python interpreter as the first word of `argv`.
-    - `model`: the text for {model}. The endpoints accept any model name.
+    - `model`: the value of {model}. The endpoints accept any model name.
     - `endings`: what exit codes of the program mean ({0 = "stopped", 3 = "turns"}). Exit code 0 is a submission unless
       it is here, and other codes are "stopped".
     - `status`: a JSON file and its field in which the program says how it ended. Then `endings` also has the texts of
       that field, and only what it names "submitted" is a submission.
     - `side`: patterns (as in `fnmatch`). A request whose model name or system message matches one is not trained on.
-    - `log_bytes`: the most bytes of output that are kept for each rollout.
+    - `log_bytes`: the maximum number of bytes of output that are kept for each rollout.
 
     Raises `ConfigError` for settings that contradict each other."""
 
@@ -148,7 +147,7 @@ class CommandProgram:
         limit_s: float,
         note: Any,
     ) -> None:
-        """Run the program until it ends, the episode ends, or its time is over, and set the ending."""
+        """Run the program until it exits, the episode ends or the deadline passes, and set the ending."""
         pausing: DeadlinePausingPolicy | None = None
         try:
             async with asyncio.timeout(limit_s) as limit:
@@ -158,7 +157,7 @@ class CommandProgram:
         except TimeoutError:
             if not limit.expired():
                 raise
-            note(f"killed after {limit_s:g} s of its own (harness.rollout_deadline_s)")
+            note(f"killed after {limit_s:g} s without waiting for the model (harness.rollout_deadline_s)")
             episode.ending = episode.ending or Ending.DEADLINE
             return
         finally:
@@ -171,7 +170,7 @@ class CommandProgram:
             return
         note(f"exit code {code}")
         if code in _NOT_RUN and not attribution.num_requests and self.where is Where.INSIDE:
-            facts = f"{_filled(self.argv[0], self._fixed())!r} ended with exit code {code} before it asked anything"
+            facts = f"{_filled(self.argv[0], self._fixed())!r} ended with exit code {code} before it sent a request"
             raise ConfigError(
                 "harness.program.argv cannot be executed in the machine",
                 facts,
@@ -188,7 +187,7 @@ class CommandProgram:
     async def _endpoints(
         self, episode: Episode, attribution: Attribution, note: Any
     ) -> AsyncIterator[tuple[Starter, dict[str, str]]]:
-        """Open the rollout's endpoints. Yields what starts the program, and its variables."""
+        """Open the rollout's endpoints. Yields what starts the program, and its environment variables."""
         inside, instruction = self.where is Where.INSIDE, _without_nul(episode.task.instruction)
         listener = await _listener(episode.machine) if inside else None
         async with serve_rollout(episode, attribution, listener, log=note) as (url, key):
@@ -241,7 +240,7 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
 
 
 class Starter(Protocol):
-    """The way to start the program of one rollout: inside or outside of the machine."""
+    """The interface to start the program of one rollout, inside or outside of the machine."""
 
     async def run(self, variables: Mapping[str, str], over: asyncio.Event) -> int | None:
         """Run the program and return its exit code, or None if it was killed because the rollout is over.
@@ -316,7 +315,7 @@ class _Inside:
 
 
 async def _first(running: Any, over: asyncio.Event) -> Any:
-    """Wait for a program and return its result; None if the rollout was over `END_GRACE_S` earlier."""
+    """Wait for a program and return its result; None if it still runs `END_GRACE_S` seconds after `over` was set."""
     work, ended = asyncio.ensure_future(running), asyncio.ensure_future(over.wait())
     try:
         await asyncio.wait({work, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -338,12 +337,12 @@ async def _listener(machine: object) -> socket.socket:
 
 
 def _without_nul(text: str) -> str:
-    """Return a text that can be an argument or a variable of a process."""
+    """Return a text without NUL and lone surrogates, which arguments and environment variables cannot have."""
     return text.replace("\0", "").encode(errors="replace").decode()
 
 
 def _write_tools(folder: Path, url: str) -> dict[str, str]:
-    """Put the client of the machine into a folder, and return the variables that make it usable."""
+    """Write the program `etude-machine` into a folder, and return the environment variables that it needs."""
     script = folder / "bin" / "etude-machine"
     script.parent.mkdir()
     client = Path(__file__).with_name("machine_client.py")

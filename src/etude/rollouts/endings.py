@@ -1,4 +1,4 @@
-"""What the end of an agent program means: its exit code, and the status that it may write into a JSON file."""
+"""Maps the exit code of an agent program, and the status that it may write into a JSON file, to an `Ending`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from etude.records.exports import is_plain
 from etude.records.rollout import Ending
 
 MAX_STATUS_BYTES = 64 << 20
-"""The largest file from which a status is read. Some agents write the whole conversation into it."""
+"""The maximum size of a file from which a status is read. Some agents write the whole conversation into it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatusFile:
-    """Where a program writes how it ended.
+    """The JSON file, and the field in it, in which a program writes how it ended.
 
     `file`: a JSON file in its working directory. `field`: the name of the field that has the status, with dots between
     the names of nested objects ("info.exit_status")."""
@@ -47,11 +47,12 @@ async def ending_of(
     """Return the ending of a program that has ended by itself, and what decided it, such as "exit code 3".
 
     - `code`: its exit code.
-    - `endings`: the ending by exit code ("3") and by status. The status comes first.
+    - `endings`: the ending by exit code ("3") and by status. The exit code is used if the status is missing or
+      not named.
     - `status`: where the program writes its status; None: nowhere.
     - `read`: returns a file of the program's working directory. Raises `OSError` or `ValueError`.
 
-    What `endings` does not name is `stopped`; but without `status` exit code 0 is a submission."""
+    If `endings` names neither, the ending is `stopped`; but without `status`, exit code 0 is a submission."""
     by_code, said = endings.get(str(code)), f"exit code {code}"
     if status is None:
         return by_code or (Ending.STOPPED if code else Ending.SUBMITTED), said
@@ -65,10 +66,10 @@ async def ending_of(
 
 
 def status_in(data: bytes, field: str) -> str:
-    """Return the text of a field of a JSON document, with dots between the names of nested objects.
+    """Return the value of a field of a JSON document as text. `field` has dots between the names of nested objects.
 
-    Numbers, truth values and null are returned as JSON writes them. Raises `ValueError` if the bytes are not JSON, or
-    have no such field with one value."""
+    Numbers, booleans and null are returned as JSON writes them. Raises `ValueError` if the bytes are not JSON, or the
+    field is missing, an object or a list."""
     try:
         value: Any = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -83,7 +84,8 @@ def status_in(data: bytes, field: str) -> str:
 
 
 def read_regular(path: Path) -> bytes:
-    """Read a file of a program. Raises `OSError`, and `ValueError` for a large file and one that is not regular."""
+    """Read a file that a program wrote. Raises `OSError`, and `ValueError` if it is not a regular file, or larger than
+    `MAX_STATUS_BYTES`. Links are not followed."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

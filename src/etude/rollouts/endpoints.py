@@ -1,16 +1,16 @@
-"""The HTTP endpoints of one rollout, through which an agent program asks the policy and uses its machine.
+"""The HTTP endpoints of one rollout, through which an agent program calls the policy and uses its machine.
 
 Outside of a machine the URL has the rollout's id and a secret: ``http://127.0.0.1:PORT/r/ROLLOUT/SECRET/v1``. A client
 may instead send the secret as its API key to ``/v1``. Inside a machine no secret is needed: the listening socket exists
 in this machine's network namespace only.
 
-    GET  /v1/models
+    GET  /v1/models, /v1/models/NAME
     POST /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens
     POST /machine/exec, /machine/read, /machine/write      (outside only)
 
 Any model name is accepted and means the policy. An answer is sampled completely before the first event of a stream is
-sent; until then, comment lines keep the connection open. After the end of the rollout every request gets an error that
-clients do not retry."""
+sent; until then, keep-alive events hold the connection open. After the end of the rollout every request gets an error
+that clients do not retry."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ MAX_BODY_BYTES = 16 << 20
 BODY_S = 60.0
 """Seconds in which the body of a request must arrive."""
 KEEP_ALIVE_S = 10.0
-"""Seconds between two signs of life in a stream whose answer is not complete."""
+"""Seconds between two keep-alive events of a stream whose answer is not complete."""
 MAX_OUTPUT_BYTES = 1 << 20
-"""The longest output of a command that is returned through `/machine/exec`."""
+"""The maximum output of a command that `/machine/exec` returns, in bytes."""
 ENDED = "rollout_ended"
 """The code of the error that a program gets after the end of its rollout."""
 _SHORT_BYTES = 64 << 10  # a larger body is parsed in a thread
@@ -67,19 +67,19 @@ _SAMPLING = {
     *("temperature", "seed", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
     *("repetition_penalty", "logit_bias", "min_tokens"),
 }
-"""Parameters for which the run's values are used, whatever a client asks."""
+"""Parameters for which the run's values are used, whatever a client requests."""
 _KEPT = {
     *("messages", "input", "system", "instructions", "model", "tools", "mcp_servers", "stream", "max_tokens"),
     *("max_completion_tokens", "max_output_tokens", "previous_response_id", "conversation", "prompt"),
 }
-"""Parameters that are not left out when a dialect refuses them."""
+"""If a dialect refuses one of these parameters, the request is refused. All others are then left out and logged."""
 
 
 class RolloutEndpoints:
     """The ASGI app with the endpoints of one rollout. `serve_rollout` makes and serves one.
 
     `secret`: clients send it in the URL's path or as the API key. None for a socket inside the machine: no secret is
-    needed, and `/machine/...` is not offered. `log` is called with lines for the rollout's log."""
+    needed, and there is no `/machine/...`. `log` is called with lines for the rollout's log."""
 
     def __init__(
         self, episode: Episode, attribution: Attribution, *, secret: str | None, log: Callable[[str], None]
@@ -103,7 +103,7 @@ class RolloutEndpoints:
             response = json_response(body, refused.status, refused.headers)
         except ClientDisconnect:
             return
-        except Exception as error:  # noqa: BLE001  a defect of ours is no fault of the agent
+        except Exception as error:  # noqa: BLE001  a bug of etude is not the agent's fault
             traceback.print_exc()
             facts = f"{type(error).__name__}: {error}"
             self._log(f"the endpoint failed: {facts}")
@@ -132,7 +132,7 @@ class RolloutEndpoints:
         raise _no_endpoint(request.method, path, machine=self._secret is not None)
 
     def _inner_path(self, request: Request) -> str:
-        """Return the path after the identity. Raises `RequestRefused` for another rollout or a wrong secret."""
+        """Return the path without the rollout's id and secret. Raises `RequestRefused` if they are wrong."""
         path: str = request.scope["raw_path"].decode("latin-1").partition("?")[0]
         if self._secret is None:
             return path
@@ -153,7 +153,7 @@ class RolloutEndpoints:
 
     def _note_refusal(self, request: Request, refused: RequestRefused) -> None:
         """Count a refused request in `Episode.refused`, and log the first of its kind. Those to the machine are not
-        counted: a missing file is no defect of the program."""
+        counted: a missing file is not an error of the program."""
         path = request.scope["raw_path"].decode("latin-1").partition("?")[0].removeprefix(self._prefix)
         if path.startswith("/machine/"):
             return
@@ -250,7 +250,7 @@ class RolloutEndpoints:
         return await self._short_work.run(partial(self._parsed, read, body), len(body))
 
     def _parsed(self, read: Callable[[bytes], ChatRequest], body: bytes) -> ChatRequest:
-        """Parse a request. Parameters that the policy does not offer are left out, and logged with the run's own."""
+        """Parse a request. Parameters that the policy does not support are left out and logged."""
         try:
             fields = msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -287,7 +287,7 @@ class RolloutEndpoints:
             self._log(f"sampling asked: {json.dumps(asked, default=str)[:500]}; used: {used}")
 
     async def _machine(self, what: str, request: Request) -> Response:
-        """Use the machine for the program, as `Machine` has it."""
+        """Run a command, or read or write a file, in the machine of the rollout."""
         if self._episode.ending is not None:
             raise _refusal(EpisodeEnded(self._episode.ending), self._episode)
         try:
@@ -376,7 +376,7 @@ async def serve_rollout(
 
 
 def _same(given: str, right: str) -> bool:
-    """Compare in constant time."""
+    """Compare two secrets in constant time."""
     return hmac.compare_digest(given.encode("latin-1", "replace"), right.encode("latin-1"))
 
 
@@ -396,10 +396,10 @@ async def _wait(accepted: AcceptedRequest, gone: asyncio.Task[None], timeout_s: 
 
 
 def _no_endpoint(method: str, path: str, *, machine: bool) -> RequestRefused:
-    """Return the error for a path that is not offered (HTTP 404), or not with this method (405)."""
+    """Return the error for a path that does not exist (HTTP 404), or does not support this method (405)."""
     posts = [*_BY_PATH, "/v1/messages/count_tokens", *(_MACHINE if machine else ())]
     right = "POST" if path in posts else "GET" if path == "/v1/models" or path.startswith("/v1/models/") else ""
-    what = f"{method} {path[:200]} is not offered to programs of a rollout"
+    what = f"{method} {path[:200]} is not supported by the endpoints of a rollout"
     if not right:
         return RequestRefused(404, what, hint=nearest(path, ["/v1/models", *posts]), code="not_found")
     facts, hint, code = f"this path takes only {right}", f"send {right}", "method_not_allowed"
@@ -407,7 +407,7 @@ def _no_endpoint(method: str, path: str, *, machine: bool) -> RequestRefused:
 
 
 def _refusal(error: BaseException, episode: Episode) -> RequestRefused:
-    """Convert what stopped a request to the error that the program gets."""
+    """Convert the exception that ended a request into the error that the program gets."""
     if isinstance(error, EpisodeEnded):
         return Ended("the rollout has ended", error.ending.value)
     if isinstance(error, TooManyRequests):
@@ -425,10 +425,10 @@ def _refusal(error: BaseException, episode: Episode) -> RequestRefused:
 
 
 class Ended(RequestRefused):
-    """A refusal that tells the program to stop. OpenAI's and Anthropic's clients do not retry it."""
+    """The error after the end of a rollout, or of one that fails. OpenAI's and Anthropic's clients do not retry it."""
 
     def __init__(self, what: str, facts: str = "", status: int = 403, code: str = ENDED) -> None:
-        super().__init__(status, what, facts, hint="stop asking", code=code)
+        super().__init__(status, what, facts, hint="send no further requests", code=code)
 
     @property
     def headers(self) -> dict[str, str]:

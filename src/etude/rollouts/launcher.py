@@ -30,7 +30,7 @@ import traceback
 from typing import Any
 
 KILL_S = 20.0
-"""Seconds in which killed processes must have ended."""
+"""The maximum time in which killed processes must end, in seconds."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -105,7 +105,7 @@ def supervise(stream: socket.socket, output: int) -> None:
 
 
 def read_order(stream: socket.socket) -> dict[str, Any] | None:
-    """Read an order, the JSON line that describes the program to run (see the module). Returns None if the parent has
+    """Read an order: one JSON line, which describes the program to run (see the module). Returns None if the parent has
     closed the stream."""
     data = bytearray()
     while not data.endswith(b"\n"):
@@ -118,7 +118,7 @@ def read_order(stream: socket.socket) -> dict[str, Any] | None:
 
 
 def run(order: dict[str, Any], output: int, failing: int) -> None:
-    """Turn this forked process into the program of an order (see `read_order`). Does not return.
+    """Run the program that an order describes in this forked process. Does not return.
 
     `order` has "argv", "env", "cwd" and "fork". With "fork", argv[1:] (arguments of a Python interpreter) run in this
     process; otherwise argv is executed. `output`: descriptor for stdout and stderr. `failing`: descriptor to which the
@@ -174,7 +174,7 @@ def run_here(argv: list[str]) -> None:
 
 
 def exit_code(value: object) -> int:
-    """Return the exit code that an interpreter gives for the value of a SystemExit."""
+    """Return an interpreter's exit code for ``SystemExit(value)``. Prints a value that is neither None nor an int."""
     if value is None:
         return 0
     if isinstance(value, int):
@@ -184,8 +184,8 @@ def exit_code(value: object) -> int:
 
 
 def kill_descendants() -> None:
-    """Kill all processes below this one, until none is left. Orphaned ones are children of this process too
-    (subreaper)."""
+    """Kill all descendants of this process, for at most `KILL_S` seconds. Orphaned ones are its children, too (it is a
+    subreaper)."""
     end = time.monotonic() + KILL_S
     while time.monotonic() < end:
         for pid in descendants(os.getpid()):

@@ -22,9 +22,9 @@ from typing import Any
 
 
 def call(what: str, **order: object) -> dict[str, Any]:
-    """Send an order to the machine, and return its JSON answer. Exits with code 125 if the order is refused.
+    """Send a request to the rollout's machine, and return the JSON answer. Exits with code 125 if it is refused.
 
-    `what` is "exec", "read" or "write", and `order` are the fields of its JSON body."""
+    `what` is "exec", "read" or "write", and `order` has the fields of the JSON body."""
     body = json.dumps(order).encode()
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(f"{os.environ['ETUDE_MACHINE_URL']}/{what}", body, headers)

@@ -12,7 +12,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,9 +31,9 @@ from etude.records.view import TurnView
 from etude.records.wire import I32
 
 ANSWER_S = 600.0
-"""The longest time of one answer in seconds."""
+"""The maximum time of one answer, in seconds."""
 PATIENCE_S = 120.0
-"""For so many seconds a request is repeated if the server does not respond, or refuses it for now (429, 5xx)."""
+"""How long, in seconds, a request is retried if the server does not respond, or refuses it temporarily (429, 5xx)."""
 SMALLER_TURNS = (1024, 256, 64)
 """If a server refuses a request because its context is too small, these smaller limits of sampled tokens are tried."""
 MAX_ANSWER_BYTES = 16 << 20
@@ -50,7 +50,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     - `model`: the model's name on the server. `dialect`: "chat" (OpenAI's chat completions) or "messages"
       (Anthropic's).
     - `key_variable`: the environment variable with the API key; "": none is sent.
-    - `parallel`: how many requests run at the same time, at most."""
+    - `parallel`: the maximum number of requests that run at the same time."""
 
     url: str
     model: str
@@ -92,7 +92,7 @@ class TextRequest(CompletionRequest, frozen=True, kw_only=True):
 
 
 class UrlPolicy:
-    """A `Policy` that asks a server at a URL. It accepts only a `TextRequest`, which `UrlEpisode` makes.
+    """A `Policy` that samples at a server with a URL. It accepts only a `TextRequest`, which `UrlEpisode` makes.
 
     Connections belong to the event loop of the first call."""
 
@@ -111,11 +111,11 @@ class UrlPolicy:
             await session.close()
 
     async def complete(self, request: CompletionRequest) -> Completion:
-        """Ask the server, and return its answer as a completion whose tokens are bytes.
+        """Send a request to the server, and return its answer as a completion whose tokens are bytes.
 
         Raises `ContextFull` for a conversation that is too long for the server, and `EngineError` for one that does not
         answer in time or refuses the request."""
-        assert isinstance(request, TextRequest), "a UrlEpisode asks"
+        assert isinstance(request, TextRequest), "requests come from a UrlEpisode"
         async with self._slots:
             answer = await self._ask(request)
         self._answers[request.request_id] = answer
@@ -153,7 +153,7 @@ class UrlPolicy:
         return msgspec.structs.replace(summary, num_sampled=total), counted
 
     async def _ask(self, request: TextRequest) -> Answer:
-        """Ask with the turn's limit of tokens, and with less where the rest of the server's context is smaller."""
+        """Send a request with the turn's token limit, then with smaller limits if the server's context is too small."""
         most = request.sampling.max_tokens
         for cap in (most, *(smaller for smaller in SMALLER_TURNS if smaller < most)):
             sampling = msgspec.structs.replace(request.sampling, max_tokens=cap)
@@ -247,7 +247,7 @@ class UrlEpisode(Episode):
         in_reasoning: bool | None,
     ) -> Completion:
         fields = {name: getattr(request, name) for name in CompletionRequest.__struct_fields__}
-        text = TextRequest(**fields, messages=tuple(messages), tools=tuple(map(dict, tools)))
+        text = TextRequest(**fields, messages=tuple(_as_sent(messages)), tools=tuple(map(dict, tools)))
         return await super()._complete(text, messages, tools, stops=stops, in_reasoning=in_reasoning)
 
     def _parse(self, completion: Completion, signatures: Mapping[str, Signature], *, strict: bool) -> Reply:
@@ -264,6 +264,15 @@ class UrlEpisode(Episode):
                 return Reply(answer.text, error=call)
             calls.append(call)
         return Reply(answer.text, tuple(calls))
+
+
+def _as_sent(messages: Sequence[Message]) -> Iterator[Message]:
+    """The messages, with errors of malformed calls as messages of the user: servers refuse results without a call."""
+    called = set[str]()
+    for message in messages:
+        called.update(call["id"] for call in message.get("tool_calls") or ())
+        alone = message["role"] == "tool" and message.get("tool_call_id") not in called
+        yield {"role": "user", "content": message.get("content")} if alone else message
 
 
 def _innermost(policy: object) -> UrlPolicy:
@@ -300,7 +309,7 @@ def write_endpoint(folder: Path, endpoint: Endpoint) -> None:
 
 
 def write_byte_tokeniser(folder: Path) -> None:
-    """Write a tokeniser of bytes and its chat template into a run folder.
+    """Write a byte-level tokeniser (a token is a byte) and its chat template into a run folder.
 
     Rollouts that no checkpoint sampled, such as those of a model at a URL, are recorded with them."""
     tokeniser = folder / "tokenizer"

@@ -2,8 +2,9 @@
 
 This module decides whether a rollout can be graded or is invalid. Everything that the agent can cause leads to exports
 that are graded; files that were deleted, are too large or became links are not exported. An invalid rollout needs
-evidence from outside the machine: an `EngineError` (no inference engine answered) or a `MachineError` (the machine
-could not be made, or died; runtimes raise it only for causes outside the agent's reach).
+evidence from outside the machine: an `EngineError` (no inference engine answered), a `MachineError` (the machine could
+not be created, or died; runtimes raise it only for causes outside the agent's reach), or a `TaskError` (the exports
+that the task declares are invalid).
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ async def run_rollout(
     - `clock`: returns the time in seconds.
     - `logs`: the folder for the output of an agent program that is a process; None keeps no logs.
 
-    Failures of machines and engines are not raised: they make the rollout invalid (`Rollout.invalid`). Raises only
-    `EngineBehind`, if no engine has the policy version that the rollout needs yet: run it again later."""
+    Failures of machines and engines are not raised: they make the rollout invalid (`Rollout.invalid`). Raises
+    `EngineBehind` if no engine has the required policy version yet (run the rollout again later), and the errors of
+    `run_program`, which the user must fix."""
     began = clock()
     try:
         snapshot = await prepare(runtime, spec.task)
@@ -117,9 +119,9 @@ async def run_on_machine(
 
 
 def submitted(rollout: Rollout | RolloutSummary) -> Term:
-    """Return the reward term `SUBMITTED`: 1.0 if the agent submitted its work, 0.0 if a limit ended the rollout.
+    """Return the reward term `SUBMITTED`: 1.0 if the agent submitted its work, 0.0 for every other ending.
 
-    Without this term a policy would not learn to stop."""
+    Without this term a policy would not learn to submit."""
     value = float(rollout.ending is Ending.SUBMITTED)
     return Term(name=SUBMITTED, value=value, version=__version__, evidence=rollout.ending.value)
 

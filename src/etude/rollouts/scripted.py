@@ -77,7 +77,7 @@ def scripted_completion(
 ) -> Completion:
     """Return a text or a tool call as the completion of a request, cut off after `max_tokens` (None: never).
 
-    Its log-probabilities are 0, it has no expert routes, and it claims the policy version that was requested."""
+    Its log-probabilities are 0, it has no expert routes, and its policy version is the requested one."""
     ids = chat.encode_call(answer) if isinstance(answer, Call) else [*chat.encode(answer), chat.stop_token_ids[0]]
     token_ids = np.array(ids, np.int32)[:max_tokens]
     step = request.pin_step if request.pin_step is not None else request.min_step

@@ -2,8 +2,8 @@
 
 The calls of one rollout branch off each other, and the rollouts of a group begin with one prompt. A token's results
 depend on the tokens before it and on the experts that they used. So paths share their tokens up to the first one with
-another id, or another route to replay. In an order in which paths with a common beginning are neighbours, each path
-adds a *branch* to the tree: its tokens after what it shares with the path before.
+another id, or another route to replay. In an order in which paths with a common prefix are adjacent, each path adds a
+*branch* to the tree: its tokens after the prefix that it shares with the path before.
 
 Shapes: N tokens of the tree, P tokens of all paths, each path on its own."""
 
@@ -26,7 +26,7 @@ from etude.training.routes import RouteReplay
 
 @dataclass(frozen=True)
 class PrefixOrder:
-    """Paths in an order in which those with a common beginning are neighbours.
+    """An order of paths in which those with a common prefix are adjacent.
 
     - `order`: indices of the paths.
     - `shared`: how many tokens each path shares with the one before it in this order, 0 for the first. No earlier path

@@ -191,7 +191,7 @@ def test_errors_have_anthropics_shape(stream: bool) -> None:
                 await at.anthropic.messages.create(**{**ask, "model": "other"}, messages=USER)
             assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
             image: Any = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
-            with pytest.raises(anthropic.BadRequestError, match="'image' is not offered"):
+            with pytest.raises(anthropic.BadRequestError, match="'image' is not supported"):
                 await at.anthropic.messages.create(**ask, messages=[{"role": "user", "content": [image]}])
 
     run(work)

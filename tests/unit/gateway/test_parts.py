@@ -128,11 +128,11 @@ def test_a_wrong_request_names_the_field(changes: dict[str, object], param: str)
     [
         (read_request, "functions", [{"name": "ls"}], "functions = "),
         (read_request, "audio", {"voice": "x"}, "only null is accepted"),
-        (read_request, "modalities", ["audio"], "is not offered by this model: "),
+        (read_request, "modalities", ["audio"], "is not supported by this model: "),
         (read_text_request, "best_of", 3, "\n  hint: leave best_of out"),
-        (read_text_request, "bad_words", [str(i) for i in range(99)], "is not offered"),
-        *((read_request, name, value, "is not offered") for name, value in OF_OTHER_SERVERS.items()),
-        *((read_text_request, name, value, "is not offered") for name, value in OF_OTHER_SERVERS.items()),
+        (read_text_request, "bad_words", [str(i) for i in range(99)], "is not supported"),
+        *((read_request, name, value, "is not supported") for name, value in OF_OTHER_SERVERS.items()),
+        *((read_text_request, name, value, "is not supported") for name, value in OF_OTHER_SERVERS.items()),
     ],
 )
 def test_a_field_that_is_not_offered_is_refused_in_three_parts(
@@ -189,7 +189,7 @@ def test_a_call_of_the_old_form_is_refused_where_it_stands() -> None:
     assert refused.value.param == "messages[0].function_call"
 
 
-def test_the_guide_lists_every_field_that_is_not_offered() -> None:
+def test_the_guide_lists_every_field_that_is_not_supported() -> None:
     guide = (Path(__file__).parents[3] / "docs" / "guides" / "serving.md").read_text()
     of_openai = [*NEUTRAL_OF_CHAT, *NEUTRAL_OF_TEXT, *HARMLESS, *responses.NEUTRAL, *responses.HARMLESS]
     names = [*of_openai, *messages.NEUTRAL, *messages.HARMLESS]

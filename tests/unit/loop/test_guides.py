@@ -11,7 +11,9 @@ import pytest
 
 from etude import cli
 from etude.config import arguments, build
+from etude.harness import HarnessConfig
 from etude.loop.config import RunConfig
+from etude.loop.limits import build_config
 from etude.plugins import found
 from etude.trackers import BUILT_IN
 
@@ -100,3 +102,17 @@ def test_each_tracker_of_the_guide_is_a_config_with_settings_that_it_has():
     assert {tracker.path for tracker in named} == {*BUILT_IN}
     for tracker in named:
         arguments(found(BUILT_IN[tracker.path]), tracker.settings, "trackers")
+
+
+def test_the_settings_of_agents_in_the_guides_are_configs(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    guides = [(GUIDES / f"{name}.md").read_text() for name in ("any-harness", "your-harness", "long-tasks")]
+    texts = [text for guide in guides for text in re.findall(r"```toml\n(.*?)```", guide, re.DOTALL)]
+    program, endings, built_in, long_tasks = map(tomllib.loads, texts)
+    program["start"] = str(tmp_path)
+    with_endings = {**endings["harness"]["program"], **program["harness"]["program"]}
+    both = merged(program, {"harness": {"program": with_endings}})
+    assert build_config(program).harness.is_command
+    assert build_config(both).harness.program.settings["status"] == {"file": "last.json", "field": "info.exit_status"}
+    assert build_config(built_in).harness == HarnessConfig()
+    assert build_config(long_tasks).harness.summary_tokens == 20

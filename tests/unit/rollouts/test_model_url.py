@@ -135,11 +135,14 @@ def test_a_model_at_a_url_repairs_a_file_with_the_same_tools(
     assert "secret" not in (tmp_path / "endpoint.json").read_text()
 
 
-def test_calls_that_do_not_fit_are_told_to_the_model_and_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dialect", ["chat", "messages"])
+def test_calls_that_do_not_fit_are_told_to_the_model_and_counted(dialect: str, tmp_path: Path) -> None:
     server = Server([("fly", {}), ("cat", {"file": "x"}), ("submit", {})])
-    rollout = play(server, tmp_path)
+    rollout = play(server, tmp_path, dialect=dialect)
     assert (rollout.ending, rollout.num_malformed) == (Ending.SUBMITTED, 2)
     assert "no such tool: fly" in json.dumps(server.requests[1])
+    results = ('"tool_call_id"', '"tool_result"')  # servers refuse a result without a call
+    assert not any(one in json.dumps(server.requests[-1]) for one in results)
 
 
 def test_a_parameter_that_a_server_refuses_is_left_out_from_then_on(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def _functions(tool: DeclaredTool, namespace: str, where: str, must_call: bool) 
         return
     if tool.type not in ("function", "custom"):
         hint = "switch these tools off in the client; it executes those of type function, custom or namespace itself"
-        what = f"{where}: tools of type {tool.type[:100]!r} are not offered by this model"
+        what = f"{where}: tools of type {tool.type[:100]!r} are not supported by this model"
         raise invalid_request(what, "only the vendor's server can execute them", hint=hint, param=where)
     if tool.function is not None:
         what = f"{where} has the form of chat completions"

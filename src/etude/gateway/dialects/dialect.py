@@ -1,4 +1,4 @@
-"""What a dialect is: how its requests are read, and how its responses, events and errors are written."""
+"""The interface of a dialect: how requests are read, and how responses, events and errors are written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EventStream(ABC):
     of the answer, for requests that ask for several."""
 
     ping = b": keep-alive\n\n"
-    """What is sent while nothing is sampled, so that no proxy closes the connection."""
+    """The keep-alive event that is sent while nothing is sampled, so that no proxy closes the connection."""
 
     def __init__(self, request: ChatRequest, head: ResponseHead, chat: Chat) -> None:
         self.request, self.head = request, head

@@ -28,8 +28,8 @@ from etude.gateway.requests import (
 )
 
 BILLING = "x-anthropic-billing-header"
-"""With this begins a system block of Claude Code that changes with every request. It is dropped, since the model need
-not read it and no two requests would have a common beginning."""
+"""The beginning of a system block of Claude Code that differs in every request. The block is dropped: the model does
+not need it, and with it no two requests would have a common prefix."""
 SIGNATURE = "etude"  # of thinking blocks: some clients drop those that have none
 HARMLESS = frozenset(
     {
@@ -156,7 +156,7 @@ def read_count(data: bytes) -> ChatRequest:
     check_range("max_tokens", body.max_tokens, 1)
     for edit in body.context_management.edits if body.context_management else ():
         if not edit.type.startswith("clear_thinking"):  # earlier reasoning is in the context only as it was sampled
-            what = f"context_management of type {edit.type[:100]!r} is not offered by this model"
+            what = f"context_management of type {edit.type[:100]!r} is not supported by this model"
             raise invalid_request(what, hint="leave it out, or send clear_thinking", param="context_management")
     messages = _conversations.read(body.messages, len(data), _system(body.system))
     choice = body.tool_choice or _ToolChoice("auto")
@@ -198,7 +198,7 @@ def _text_of(blocks: Sequence[_Block], where: str) -> str:
 
 
 def _canonical(message: _Message, where: str) -> list[Message]:
-    """Convert a message to canonical ones: results of tools are messages of their own, before the user's text."""
+    """Convert a message to `ChatRequest.messages`: each tool result is a separate message, before the user's text."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     if message.role == "assistant":
@@ -241,7 +241,7 @@ _conversations = Conversations(message_reader(msgspec.json.Decoder(_Message), _c
 def _tool(tool: _Tool, where: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         hint = "send tools with an input_schema"
-        what = f"{where}: tools of type {tool.type[:100]!r} are not offered by this model"
+        what = f"{where}: tools of type {tool.type[:100]!r} are not supported by this model"
         raise invalid_request(what, "the client must execute them", hint=hint, param=where)
     return function_tool(tool.name, tool.description, tool.input_schema)
 
@@ -293,8 +293,8 @@ def body(request: ChatRequest, head: ResponseHead, answers: Sequence[Answer]) ->
 
 
 def error(refused: RequestRefused) -> dict[str, Any]:
-    """Return the JSON body of an error. For a full context it has the text by which Anthropic's clients recognise
-    it."""
+    """Return the JSON body of an error. For a full context it has the text "prompt is too long", by which Anthropic's
+    clients recognise this error."""
     kind = ERRORS.get(refused.status, "api_error" if refused.status >= 500 else "invalid_request_error")
     message = refused.message
     if refused.code == "context_length_exceeded":

@@ -150,7 +150,7 @@ def read(data: bytes) -> ChatRequest:
     if isinstance(choice, _Choice):
         if choice.type not in ("function", "custom", "allowed_tools"):
             hint = "send auto, none, required, or an object of type function, custom or allowed_tools"
-            what = f"tool_choice of type {choice.type[:100]!r} is not offered"
+            what = f"tool_choice of type {choice.type[:100]!r} is not supported"
             raise invalid_request(what, hint=hint, param="tool_choice")
         chosen = choice.tools if choice.type == "allowed_tools" else [choice]
         only = [function_name(one.namespace, one.name) for one in chosen]
@@ -201,8 +201,8 @@ def _echoed(data: bytes) -> dict[str, Any]:
 
 
 def _messages(items: Sequence[msgspec.Raw], first: int) -> list[Message]:
-    """Convert items of a conversation. Those of one turn of the model become one message. `first`: number of the first
-    item."""
+    """Convert items of a conversation to messages. The items of one turn of the model become one message. `first`: the
+    number of the first item."""
     messages: list[Message] = []
     turn: list[bytes] = []  # the items of the model's turn that is being put together
     is_said = False  # whether they have a text or a call
@@ -230,7 +230,7 @@ def _messages(items: Sequence[msgspec.Raw], first: int) -> list[Message]:
 
 
 def _message(item: _Item, where: str) -> KeptMessage:
-    """Convert one item to a message, which for an item of the model is a part of its turn."""
+    """Convert one item to a message; for an item of the model, to a part of one."""
     kind = item.type or "message"
     message: Message = {"role": "assistant", "content": ""}
     if kind == "message":
@@ -250,12 +250,12 @@ def _message(item: _Item, where: str) -> KeptMessage:
         message = {"role": "tool", "content": _text(item.output, f"{where}.output"), "tool_call_id": item.call_id}
     else:
         hint = "send messages, reasoning, and calls of functions and custom tools with their outputs"
-        raise invalid_request(f"an item of type {kind[:100]!r} is not offered by this model", hint=hint, param=where)
+        raise invalid_request(f"an item of type {kind[:100]!r} is not supported by this model", hint=hint, param=where)
     return KeptMessage(message)
 
 
 def _turn(items: Sequence[_Item], where: str) -> KeptMessage:
-    """Put the items of one turn of the model together."""
+    """Join the items of one turn of the model to one message."""
     turn: Message = {"role": "assistant", "content": ""}
     for part in (_message(item, where) for item in items):
         turn |= {name: value for name, value in part.items() if value and name != "tool_calls"}
