@@ -380,11 +380,17 @@ def test_a_step_and_a_branch_of_a_run_are_served_by_name(circle: Path, cli_in: C
         prices.write_text("machine_second = 1e-5\n[models.last]\ninput = 2.0\noutput = 2.0\ncached_input = 1.0\n")
         at = ("--url", line.split(" at ")[1].split()[0], "--model", "last", "--key-variable", "SERVED_KEY")
         asked = ("eval", "own", *at, "--config", "tiny.toml", "--tasks", "2", "--tries", "2", "--prices", prices)
-        by_url = replace(command, env={**command.env, "SERVED_KEY": "k3y"})(*asked, "--out", out)
+        by_url_of = replace(command, env={**command.env, "SERVED_KEY": "k3y"})
+        by_url = by_url_of(*asked, "--out", out)
         assert by_url.returncode == 0, by_url.stderr
         rated = read_record(out / "own" / "last.json")
         assert (rated.result.num_tasks, dict(rated.result.invalid), rated.model) == (2, {}, "last")
         assert rated.result.dollars, "every turn was asked for at the URL, and has a price"
+        wrong = by_url_of(*("lsat" if one == "last" else one for one in asked), "--out", out)
+        assert wrong.returncode == Exit.FAILED, wrong.stdout
+        assert "error: all 4 rollouts of lsat are invalid: 4 by provider: http://127.0.0.1:" in wrong.stderr
+        assert "lsat" in wrong.stderr.partition("status 404: ")[2]
+        assert not (out / "own" / "lsat.json").exists()
         server.send_signal(signal.SIGINT)
         assert server.wait(300) == 0
     finally:

@@ -8,6 +8,7 @@ import datetime
 import hashlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from rich.table import Table
 from etude.cli.locations import console, existing_path, newest_run, open_run
 from etude.cli.progress import ProgressBar
 from etude.config import overridden, read
-from etude.errors import ConfigError, GateFailed, InputError, NoCheckpoint
+from etude.errors import ConfigError, EtudeError, GateFailed, InputError, NoCheckpoint, TaskError
 from etude.evals.costs import NO_PRICE, Price, price_of
 from etude.evals.curves import compare_curves
 from etude.evals.intervals import mean_over_seeds
@@ -35,6 +36,7 @@ from etude.evals.records import (
     rows_beside,
     write_record,
 )
+from etude.evals.rows import read_rows
 from etude.evals.suites import Suite, read_suite, values_of
 from etude.evals.training_seeds import over_training_seeds
 from etude.prices import Prices, read_prices
@@ -173,6 +175,7 @@ def _play(suite: Suite, subject: Subject, given: Mapping[str, Any], args: argpar
             each=progress.advance,
         )
         result, general, version = asyncio.run(work)
+    _require_valid(path.with_suffix(".parquet"), subject.label)
     label = subject.label
     if isinstance(model, RunEngines) and not args.name:  # results of different steps of a run are separate files
         label = f"{label}-{result.step:06d}"
@@ -198,6 +201,21 @@ def _play(suite: Suite, subject: Subject, given: Mapping[str, Any], args: argpar
     return _Played(record, general)
 
 
+def _require_valid(rollouts: Path, label: str) -> None:
+    """Tell why rollouts of an evaluation are invalid. Raises `EtudeError` if all are: then there is no result."""
+    rows = read_rows(rollouts)
+    reasons = Counter(f"{row.outcome}: {row.reason}" for row in rows if not row.valid)
+    if not reasons:
+        return
+    facts = "; ".join(f"{count} by {reason}" for reason, count in reasons.most_common(3))
+    if reasons.total() == len(rows):
+        hint = f"the rollouts are in {rollouts}; there is no result"
+        raise EtudeError(f"all {len(rows)} rollouts of {label} are invalid", facts, hint=hint)
+    print(
+        f"{reasons.total()} of {len(rows)} rollouts are invalid and do not count: {facts}", file=sys.stderr, flush=True
+    )
+
+
 def _checked(
     suite: Suite, subject: Subject, given: Mapping[str, Any], *, source: str
 ) -> tuple[RunConfig, list[Task], int]:
@@ -221,7 +239,11 @@ def _checked(
         check_start(model, context_tokens=config.engine.context_tokens, log=report)
     if config.machines.images:
         asyncio.run(build_images(config, report))
-    tasks = suite_tasks(suite, config)
+    try:
+        tasks = suite_tasks(suite, config)
+    except TaskError as error:
+        error.hint += "" if source else f"; --source names other tasks for the suite {suite.name}"
+        raise
     num_not_compared = refuse_trained(suite, tasks, subject.run) if subject.run is not None else 0
     if num_not_compared:
         report(

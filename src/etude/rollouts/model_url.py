@@ -225,7 +225,17 @@ class UrlPolicy:
         elif status == 404:
             hint = "check the URL and the name of the model"
         kind = EngineError if status in (401, 403, 404) else MalformedRequest
-        return kind(f"{self.endpoint.url} refuses requests with status {status}", text, hint=hint)
+        what = f"{self.endpoint.url} refuses requests with status {status}"
+        return kind(f"{what}: {said}" if (said := _message(content)) else what, text, hint=hint)
+
+
+def _message(content: bytes) -> str:
+    """The first line of the message in a server's error, at most 200 characters; "" if there is none."""
+    try:
+        message = str(json.loads(content)["error"]["message"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return ""
+    return "".join(message.splitlines()[:1])[:200].encode(errors="replace").decode()
 
 
 def _says_too_long(status: int, content: bytes) -> bool:

@@ -51,6 +51,7 @@ def test_a_wrong_argument_is_refused_with_a_hint(argv, capsys):
         (["eval", "own", "--checkpoint", "nosuch"], "nothing at nosuch"),
         (["eval", "own", "--url", "http://127.0.0.1:1"], "--model is missing"),
         (["eval", "own", "--url", "http://127.0.0.1:1", "--model", "m", "--beside"], "--beside needs --checkpoint"),
+        (["eval", "humaneval", "--baseline", "oracle"], "--source names other tasks for the suite humaneval"),
         (["leaderboard", "nosuch"], "nosuch has no result"),
         (["run"], "no CONFIG was given"),
         (["status"], "no run in runs/"),
