@@ -1,12 +1,13 @@
 """What the gateway adds to a call of the engine: ``python -m benchmarks.serving.gateway``.
 
 Server, engine and clients are processes of their own, which share the cores. So latencies have the waits for each other
-in them. The engine has no model and answers after 30 ms. Clients send whole conversations over HTTP, one request at a
-time each. No two conversations have a message in common, but all have the same tools. `added_ms` is the time of a
-request less the median time of a call of the engine without the server between. `cpu_ms` is the CPU time of the server
-process for a call, `core_wait_ms` the time in which its threads were ready to run and waited for a core. With one
-client the CPU time of each call is read: `cpu_p20_ms` and `cpu_p50_ms` say what a call takes while nothing else uses
-the caches and the other half of the core, also on a busy machine.
+in them. The engine has no model and answers after 30 ms. Clients send whole conversations over HTTP with etude's small
+client, one request at a time each; all bodies are made before the first is sent. No two conversations have a message in
+common, but all have the same tools. `added_ms` is the time of a request less the median time of a call of the engine
+without the server between. `cpu_ms` is the CPU time of the server process for a call, `core_wait_ms` the time in which
+its threads were ready to run and waited for a core. With one client the CPU time of each call is read: `cpu_p20_ms` and
+`cpu_p50_ms` say what a call takes while nothing else uses the caches and the other half of the core, also on a busy
+machine.
 
 - `dialects`: 8 clients, conversations of 50 turns and bodies of up to 64 KiB. The engine is a policy in the server's
   process, so this is the gateway alone. `one_client`: the same with a single client, so no request waits for another.
@@ -33,7 +34,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,12 @@ import aiohttp
 import numpy as np
 
 from benchmarks.report import HOME, report
+from etude.http_client import HttpClient
+from etude.loop import event_loop
 
 ANSWER_S = 0.03
 APART = 1  # the seed of requests whose tokens come one by one
-START_S = 120.0
+START_S, SILENCE_S = 120.0, 60.0
 TURNS, NEW_CHARS, LONG_TURNS, LONG_CHARS = 50, 1100, 500, 780
 PIECE = "the weather in Paris is sunny and mild, "
 SAID = "look again"
@@ -283,27 +286,41 @@ async def answers(session: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
-async def talk(
-    session: aiohttp.ClientSession, server: Server, name: str, turns: int, dialect: str = "chat", **options: Any
-) -> list[tuple[float, float]]:
-    """Hold one conversation with new messages of `NEW_CHARS` characters. Returns of each turn the milliseconds, and the
-    CPU milliseconds of the server meanwhile."""
-    path, field, tools, parameters = SHAPES[dialect]
+def bodies(name: str, dialect: str, turns: int, new_chars: int = NEW_CHARS, **options: Any) -> Iterator[bytes]:
+    """Yield the requests of one conversation, each of which has a new message of `new_chars` characters."""
+    _, field, tools, parameters = SHAPES[dialect]
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"You speak with {name}."}]
-    found = []
     for turn in range(turns):
-        text = f"{name} {turn}: " + PIECE * (NEW_CHARS // len(PIECE) + 1)
-        messages.append({"role": "user", "content": text[:NEW_CHARS]})
-        asked = {"model": "m", field: messages, "tools": tools, **parameters, **options}
-        body = json.dumps(asked).encode()
-        before, began = server.times_ms(), time.perf_counter()
-        async with session.post(f"{server.url}/{path}", data=body, headers={"content-type": "application/json"}) as r:
+        text = f"{name} {turn}: " + PIECE * (new_chars // len(PIECE) + 1)
+        messages.append({"role": "user", "content": text[:new_chars]})
+        yield json.dumps({"model": "m", field: messages, "tools": tools, **parameters, **options}).encode()
+        messages.append({"role": "assistant", "content": SAID})
+
+
+async def talk(
+    client: HttpClient, server: Server, dialect: str, requests: Iterable[bytes], *, alone: bool = True
+) -> list[tuple[float, float]]:
+    """Hold one conversation. Returns of each turn the milliseconds, and the CPU milliseconds of the server meanwhile.
+
+    `alone`: whether no other client is there. With others these CPU times are 0, since reading them takes time."""
+    found, path = [], f"/{SHAPES[dialect][0]}"
+    for body in requests:
+        before, began = server.times_ms() if alone else np.zeros(2), time.perf_counter()
+        async with client.request("POST", path, body, silence_s=SILENCE_S) as r:
             answer = await r.read()
         wall_ms = 1e3 * (time.perf_counter() - began)
-        found.append((wall_ms, float((server.times_ms() - before)[0])))
+        found.append((wall_ms, float((server.times_ms() - before)[0]) if alone else 0.0))
         assert r.status == 200, answer
-        messages.append({"role": "assistant", "content": SAID})
     return found
+
+
+@contextlib.contextmanager
+def client_of(server: Server) -> Iterator[HttpClient]:
+    client = HttpClient(server.url, {"content-type": "application/json"})
+    try:
+        yield client
+    finally:
+        client.close()
 
 
 def percentiles(times: np.ndarray[Any, Any], direct_ms: float) -> dict[str, float]:
@@ -314,13 +331,14 @@ async def talks(
     server: Server, clients: int, num: int, dialect: str = "chat", turns: int = TURNS, **options: Any
 ) -> dict[str, Any]:
     """Measure the requests of many clients with `num` conversations each."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-        await talk(session, server, f"warm {time.time_ns()}", turns, dialect, **options)
+    with client_of(server) as http:
+        await talk(http, server, dialect, bodies(f"warm {time.time_ns()}", dialect, turns, **options))
+        names = [[f"{number}.{i} of {time.time_ns()}" for i in range(num)] for number in range(clients)]
+        asked = [[list(bodies(name, dialect, turns, **options)) for name in of] for of in names]  # before any is timed
 
         async def client(number: int) -> list[tuple[float, float]]:
             await asyncio.sleep(number * ANSWER_S / clients)
-            named = (f"{number}.{i} of {time.time_ns()}" for i in range(num))
-            parts = [await talk(session, server, name, turns, dialect, **options) for name in named]
+            parts = [await talk(http, server, dialect, one, alone=clients == 1) for one in asked[number]]
             return [one for part in parts for one in part]
 
         before = server.times_ms()
@@ -349,10 +367,11 @@ async def alone(servers: Mapping[str, Server], clients: int, num: int, *, quick:
             found[name]["first_turn"][dialect] = await talks(server, 1, TURNS, dialect, turns=1)
     for name, server in servers.items():
         found[name]["tokens_apart"] = await talks(server, clients, num, "chat", stream=True, seed=APART)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-        for dialect in SHAPES if not quick else ():
-            for name, server in servers.items():
-                turns = np.array([turn async for turn in long_talk(session, server, dialect)])
+    for dialect in SHAPES if not quick else ():
+        for name, server in servers.items():
+            with client_of(server) as http:
+                requests = bodies(f"long {time.time_ns()}", dialect, LONG_TURNS, LONG_CHARS)
+                turns = np.array(await talk(http, server, dialect, requests))
                 first, last = np.median(turns[:20], 0), np.median(turns[-20:], 0)
                 first[0], last[0] = first[0] - 1e3 * server.direct_s, last[0] - 1e3 * server.direct_s
                 found[name]["long"][dialect] = {
@@ -364,24 +383,6 @@ async def alone(servers: Mapping[str, Server], clients: int, num: int, *, quick:
                     "cpu_ratio": round(float(last[1] / first[1]), 2),
                 }
     return found
-
-
-async def long_talk(session: aiohttp.ClientSession, server: Server, dialect: str) -> AsyncIterator[tuple[float, float]]:
-    """Yield the milliseconds and the CPU milliseconds of the turns of one long conversation."""
-    path, field, tools, parameters = SHAPES[dialect]
-    messages: list[dict[str, Any]] = [{"role": "user", "content": f"long {time.time_ns()}"}]
-    for turn in range(LONG_TURNS):
-        messages.append(
-            {"role": "user", "content": (f"{turn}: " + PIECE * (LONG_CHARS // len(PIECE) + 1))[:LONG_CHARS]}
-        )
-        body = json.dumps({"model": "m", field: messages, "tools": tools, **parameters}).encode()
-        before, began = server.times_ms(), time.perf_counter()
-        async with session.post(f"{server.url}/{path}", data=body, headers={"content-type": "application/json"}) as r:
-            answer = await r.read()
-        wall_ms = 1e3 * (time.perf_counter() - began)
-        assert r.status == 200, answer
-        yield wall_ms, float((server.times_ms() - before)[0])
-        messages.append({"role": "assistant", "content": SAID})
 
 
 async def over_http(clients: int, num: int, before: str | None, litellm: str | None) -> dict[str, Any]:
@@ -445,12 +446,10 @@ def main() -> None:
     parser.add_argument("--litellm", metavar="COMMAND", help="LiteLLM's proxy in a virtual environment of its own")
     args = parser.parse_args()
     if args.serve is not None or args.engine or args.rollout:
-        from etude.loop import event_loop
-
         served = serve_engine() if args.engine else serve_endpoints() if args.rollout else serve(args.serve or None)
         event_loop.run(served)
         return
-    report("gateway", asyncio.run(measure(args.clients, args.talks, args.before, args.litellm, quick=args.quick)))
+    report("gateway", event_loop.run(measure(args.clients, args.talks, args.before, args.litellm, quick=args.quick)))
 
 
 if __name__ == "__main__":

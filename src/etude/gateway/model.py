@@ -149,19 +149,17 @@ class ServedModel:
                 raise
             return self._record(pending, completion, spent)
 
-    async def stream(self, parsed: ChatRequest, spent: Spent | None = None) -> AsyncGenerator[StreamPart]:
+    def stream(self, parsed: ChatRequest, spent: Spent | None = None) -> AsyncGenerator[StreamPart]:
         """Sample the `n` answers to a request, and yield their parts meanwhile. Adds the number of tokens to `spent`.
 
         The first part is the token ids of the prompt, [P] int32. Each other part is (number of the answer, X), where X
         is a list of newly sampled token ids or, at the end of an answer, the complete `Answer`. Raises
         `RequestRefused`, and the errors of the policy."""
         spent = spent or Spent()
+        return self._stream(parsed, 0, spent) if parsed.n == 1 else self._stream_all(parsed, spent)
+
+    async def _stream_all(self, parsed: ChatRequest, spent: Spent) -> AsyncGenerator[StreamPart]:
         await self._check(parsed)
-        if parsed.n == 1:
-            async with aclosing(self._stream(parsed, 0, spent)) as parts:
-                async for part in parts:
-                    yield part
-            return
         queue: asyncio.Queue[StreamPart | Exception | None] = asyncio.Queue(_MAX_QUEUED)
 
         async def pump(index: int) -> None:
@@ -190,6 +188,8 @@ class ServedModel:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _stream(self, parsed: ChatRequest, index: int, spent: Spent) -> AsyncGenerator[StreamPart]:
+        if parsed.n == 1:  # of several answers, the caller has checked the request once
+            await self._check(parsed)
         num_streamed = 0
         async with self._running_slot():
             pending = await self._prepare(parsed, index, spent)

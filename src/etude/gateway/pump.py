@@ -113,12 +113,14 @@ class EventPump:
                 raise self._error
             if self._is_over:
                 return self._taken()
-            self._news.clear()
-            try:
-                async with asyncio.timeout(end - time.perf_counter()):
-                    await self._news.wait()
-            except TimeoutError:
+            if (left_s := end - time.perf_counter()) <= 0:
                 return None
+            self._news.clear()
+            timer = asyncio.get_running_loop().call_later(left_s, self._news.set)  # cheaper than `asyncio.timeout`
+            try:
+                await self._news.wait()
+            finally:
+                timer.cancel()
 
     def _taken(self) -> bytes:
         """Empty the queue, and return the events of its parts. There may be none, when text is held back."""
