@@ -111,7 +111,8 @@ class Fork(Rloo):
 
     A part of a reward that one turn caused (`Reward.turns`, such as a malformed call) is credited to that turn only:
     there the advantage is r' − b' + p − the mean of p over the turns of the other siblings, where p is the part of the
-    turn, and r' and b' are as above, without the parts.
+    turn, and r' and b' are as above, without the parts. A part of a turn that is not in `turns`, as of one after a fork
+    (`group_credit`), is credited to none of them.
 
     Related: Tree-GRPO (Ji et al. 2025, arXiv 2509.21240) has trees of siblings, and GiGPO (Feng et al. 2025, arXiv
     2505.10978) groups of rollouts that reached the same state. Both add normalised advantages of several levels, which
@@ -128,7 +129,7 @@ class Fork(Rloo):
         if len(rewards) < 2 or not any(parts):
             return found
         means = [
-            math.fsum(part for j, own in enumerate(parts) if j != i for part in own.values())
+            math.fsum(part for j, own in enumerate(parts) if j != i for at, part in own.items() if at < len(turns[j]))
             / max(1, sum(len(own) for j, own in enumerate(turns) if j != i))
             for i in range(len(rewards))
         ]

@@ -1,7 +1,7 @@
-"""The credit of a whole group: its rewards are composed, and a scheme of `credit` computes the advantages.
+"""Computes the rewards and advantages of a whole group, with a credit scheme of `etude.experience.credit`.
 
-Two kinds of groups need more than one call of the scheme: those that run in two stages, and those in which machines
-were forked after a summary."""
+The scheme is called more than once for two kinds of groups: those that run in two stages, and those with machines that
+were forked after a summary. In this module `Fork` is `records.rollout.Fork`, not the scheme `credit.Fork`."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def staged_credit(
     scheme: CreditScheme = DR_GRPO,
     forks: Sequence[Fork | None] = (),
 ) -> list[Credited]:
-    """Return the reward and advantages of each graded rollout of a group, in the given order.
+    """Return the reward and the advantages of each graded rollout of a group, in the given order.
 
+    - `graded`: the terms of each rollout, from which `composition` computes its reward.
     - `places`: the turns of each rollout, for schemes with an advantage per turn.
     - `first`: for each rollout, whether it is in the first stage of its group. Rollouts of the first stage are compared
-      only with each other; all others are compared with all rollouts.
-    - `forks`: for each rollout, what it shares with others (`Rollout.fork`); empty: no machine was forked. With forks a
-      group has one stage.
+      only with each other; all others are compared with all rollouts. Ignored if a rollout has a fork.
+    - `forks`: `Rollout.fork` of each rollout; empty if no machine of the group was forked.
 
     Raises `PluginError` for a scheme that fails.
 
@@ -65,10 +65,11 @@ def staged_credit(
 
 
 def num_context_turns(forks: Sequence[Fork | None]) -> list[int]:
-    """Return for each valid rollout of a group how many of its first turns another one is trained on.
+    """Return, for each valid rollout of a group, how many of its first turns are context only, without loss.
 
-    The first of the rollouts that share turns is trained on them. So it need not be the one that sampled them, which
-    may be invalid."""
+    `forks`: `Rollout.fork` of the valid rollouts, in order. The first rollout that has the shared turns is trained on
+    them; in all others they are context. This need not be the rollout that sampled them (`Fork.origin`): that one may
+    be invalid, and then is not in `forks`."""
     seen, found = set[str](), list[int]()
     for fork in forks:
         found.append(fork.num_turns if fork is not None and fork.origin in seen else 0)
@@ -84,23 +85,25 @@ def _forked(
 ) -> list[Credited]:
     """Return the credit of a group in which machines were forked after the first summary.
 
-    The m valid rollouts that continue one summary are independent samples of what follows it. Their mean reward V is an
-    unbiased estimate of the summary's value, with less noise than one reward. The scheme is applied twice:
+    An entry is one summary with the m valid rollouts that continue it, or one rollout that was not forked. The m
+    rollouts are independent samples of what follows the summary. Their mean reward V estimates the value of the summary
+    without bias, and with less noise than one reward. The scheme is applied twice (formulas for RLOO):
 
-    - *To the group*, with one entry for each summary, whose reward is V, and one for each rollout that was not forked.
-      This gives the advantages of the shared turns, the summary included: V minus the mean of the other entries. The
-      baseline must not contain rollouts of the same entry. They have read the shared turns, so their rewards depend on
-      what is credited here, and the gradient would be biased.
-    - *To the continuations of each summary*, with their turns after it. A turn gets r minus the mean reward of the
-      other continuations: V without the rollout itself, since V contains r. These advantages are divided by m. The
-      gradient of the expected reward with respect to later turns is a mean over continuations, so each of the m samples
-      counts for one m-th. Undivided, later turns would count m times as much as in a rollout that was not forked.
+    - *To the group*, with one reward per entry: V, or the reward of the rollout. The advantage of the shared turns, the
+      summary included, is V minus the mean of the other entries. The baseline must not contain rollouts of the same
+      entry: these have read the shared turns, so their rewards depend on them, and the gradient would be biased.
+    - *To the continuations of one summary*, with the turns after it. The advantage of a turn is (r minus the mean
+      reward of the m - 1 other continuations) / m. The gradient is a mean over the m samples; without the division
+      these turns would weigh m times as much as those of a rollout that was not forked.
 
-    Each shared turn is trained on once: its advantage is with the first rollout of an entry, and 0 in the others, where
-    it is context only (`num_context_turns`). With RLOO and fork credit each baseline is independent of the tokens that
-    it is for, so the expected gradient is the true gradient of the mean reward, times the number of entries.
+    Each shared turn is trained on once: the first rollout of an entry has its advantage. In the others its advantage is
+    0, and it is context only (`num_context_turns`). With RLOO and fork credit no baseline depends on the tokens that it
+    is for. So, with two entries or more, the expected gradient is that of the mean reward times the number of entries.
+    A config allows forks with fork credit only.
 
-    A part of a reward that one turn caused (`Reward.turns`) stays with its turn."""
+    With fork credit, a part of a reward that one turn caused (`Reward.turns`) is credited to that turn alone, with and
+    without forks. Schemes without an advantage per turn credit a part of a later turn to the shared turns too, since V
+    contains it."""
     entries = dict[int | str, list[int]]()
     for i, fork in enumerate(forks):
         entries.setdefault(i if fork is None else fork.origin, []).append(i)
@@ -126,7 +129,7 @@ def _forked(
 
 
 def _mean_reward(rewards: Sequence[Reward]) -> Reward:
-    """Return the mean of the rewards of rollouts that share turns."""
+    """Return the mean of the rewards of rollouts that share turns. Its parts by turn include those of later turns."""
     parts = dict[int, float]()
     for at, part in (one for reward in rewards for one in reward.turns):
         parts[at] = parts.get(at, 0.0) + part / len(rewards)
@@ -139,14 +142,18 @@ def _mean_reward(rewards: Sequence[Reward]) -> Reward:
 
 
 def _later_reward(reward: Reward, num_shared: int) -> Reward:
-    """Return a reward without the parts that shared turns caused, for the turns after them, numbered from 0."""
+    """Return the reward for the turns after the shared ones: without the parts that shared turns caused.
+
+    In `Reward.turns` of the result, turn 0 is the first turn after the shared ones."""
     before = math.fsum(part for at, part in reward.turns if at < num_shared)
     turns = tuple((at - num_shared, part) for at, part in reward.turns if at >= num_shared)
     return msgspec.structs.replace(reward, value=reward.value - before, raw=reward.raw - before, turns=turns)
 
 
 def _later_places(places: Sequence[TurnPlace], num_shared: int) -> list[TurnPlace]:
-    """Return the places of the turns after the shared ones, numbered from 0. The first one begins a conversation."""
+    """Return the places of the turns after the shared ones, with parents numbered from 0 again.
+
+    A new conversation begins after a summary, so no later turn has a shared turn as its parent."""
     return [
         msgspec.structs.replace(one, parent=None if one.parent is None else one.parent - num_shared)
         for one in places[num_shared:]

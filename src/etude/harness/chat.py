@@ -53,7 +53,7 @@ _SCHEMA = {"type": "object", "properties": {"x": {"type": "string", "description
 _FUNCTION = {"name": "f", "description": "?", "parameters": _SCHEMA}
 _TOOLS = {"f": Signature.from_openai({"type": "function", "function": _FUNCTION})}
 _BARE_TOKENS = 32  # tokens of a completion by which a call without an opening token is recognised
-_MAX_KINDS = 256  # kinds of messages whose continuation is known; more are rendered with their whole history
+_MAX_KINDS = 256  # kinds of messages whose continuation is checked; others are rendered with their whole history
 
 Message = dict[str, Any]
 """An OpenAI message: role, content, tool_calls, tool_call_id. Arguments may be a JSON string or a mapping."""
@@ -226,11 +226,12 @@ class ChatFormat:
     def _after_reply_of_any(
         self, previous: Sequence[Message], new: Sequence[Message], signatures: Mapping[str, Signature], ended: bool
     ) -> str:
-        """Return `_after_reply`, for a long history from a short one with the same last reply.
+        """Return what `_after_reply` returns, but mostly render a short history that ends with the same reply.
 
-        Rendering the whole history and all tools in each turn would take a time that grows with them. In all known
-        templates the text after a reply depends only on what the short history has. For each kind of
-        messages this is checked in the 1st, 2nd, 4th, 8th, … turn; after a difference the whole history is rendered."""
+        Rendering the whole history and all tools in each turn would take time that grows with them. In all known
+        templates the text after a reply depends only on what the short history contains. This is checked against the
+        whole history at the 1st, 2nd, 4th, 8th, … use of each kind of messages, over all conversations. The whole
+        history is always rendered for a kind once they differ, and for kinds that come after the first `_MAX_KINDS`."""
         short = [*([_SYSTEM] if previous[0]["role"] == "system" else []), _USER, previous[-1]]
         if len(previous) <= len(short):
             return self._after_reply(previous, new, signatures, ended)
@@ -242,10 +243,11 @@ class ChatFormat:
             ended,
         )
         count = self._num_continued.get(kind, 0) + 1
-        if count > 0 and len(self._num_continued) <= _MAX_KINDS:
-            self._num_continued[kind] = count
-            if count & (count - 1):
-                return self._after_reply(short, new, signatures, ended, _TOOLS if signatures else {})
+        if count < 1 or (count == 1 and len(self._num_continued) >= _MAX_KINDS):
+            return self._after_reply(previous, new, signatures, ended)
+        self._num_continued[kind] = count
+        if count & (count - 1):
+            return self._after_reply(short, new, signatures, ended, _TOOLS if signatures else {})
         whole = self._after_reply(previous, new, signatures, ended)
         try:
             same = self._after_reply(short, new, signatures, ended, _TOOLS if signatures else {}) == whole

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
@@ -21,6 +21,8 @@ from etude.seams import CreditScheme
 PROMPT, LONG, SHORT = "", "a", "b"
 POLICY = {PROMPT: 0.4, LONG: 0.7, SHORT: 0.45}  # the probability of action "a" in each context
 OUTCOME = {"aa": 1.0, "ab": 0.25, "ba": 0.0, "bb": 0.125}
+PARTS = {"a": -0.25, "b": 0.125, "aa": -0.5, "ab": 0.0, "ba": 0.75, "bb": -0.125}  # of the last action's turn
+NONE: Mapping[str, float] = {}
 NUM, FORKS = 3, 2
 
 Entry = tuple[str, ...]
@@ -46,11 +48,16 @@ def chain(first: str) -> list[TurnPlace]:
     return [TurnPlace(b"p", None, TurnKind.ACT), TurnPlace(first.encode(), parent, TurnKind.ACT)]
 
 
-def rollouts_of(group: Sequence[Entry]) -> tuple[list[Graded], list[list[TurnPlace]], list[Forked | None], list[str]]:
+def rollouts_of(
+    group: Sequence[Entry], parts: Mapping[str, float]
+) -> tuple[list[Graded], list[list[TurnPlace]], list[Forked | None], list[str]]:
     graded, places, forks, actions = list[Graded](), list[list[TurnPlace]](), list[Forked | None](), list[str]()
     for number, (first, *last) in enumerate(group):
         for action in last:
-            graded.append(Graded.of(OUTCOME[first + action], trust=Trust.DATA, reason=""))
+            by_turn = tuple((turn, parts.get(one, 0.0)) for turn, one in enumerate((first, first + action)))
+            work = Term(name="work", value=sum(part for _, part in by_turn), turns=by_turn)
+            terms = (Term(name=GRADE, value=OUTCOME[first + action]), work)
+            graded.append(Graded(terms=terms, trust=Trust.DATA))
             places.append(chain(first))
             forks.append(Forked(origin=f"g.{number}", num_turns=1, num_sampled=1) if len(last) > 1 else None)
             actions.append(first + action)
@@ -63,14 +70,17 @@ def gradient(
     forks: int = FORKS,
     change: Callable[[int, float], float] = lambda _, one: one,
     knows: bool = True,
+    parts: Mapping[str, float] = NONE,
 ) -> tuple[dict[str, float], dict[str, float]]:
     """The mean over all groups of the summed gradient by the logit of each context, and its variance.
 
-    `change`: a function of (turn, advantage) that returns another advantage. `knows`: whether credit gets the forks."""
+    `change`: a function of (turn, advantage) that returns another advantage. `knows`: whether credit gets the forks.
+    `parts`: the part of the reward that each turn caused."""
+    composition = Composition(weights={"work": 1.0})
     mean, square = dict.fromkeys(POLICY, 0.0), dict.fromkeys(POLICY, 0.0)
     for some in itertools.product(entries(forks), repeat=NUM):
-        graded, places, forked, actions = rollouts_of([entry for entry, _ in some])
-        found = staged_credit(graded, places, [True] * len(graded), Composition(), scheme, forked if knows else ())
+        graded, places, forked, actions = rollouts_of([entry for entry, _ in some], parts)
+        found = staged_credit(graded, places, [True] * len(graded), composition, scheme, forked if knows else ())
         context = num_context_turns(forked)
         here = dict.fromkeys(POLICY, 0.0)
         for one, first, credited in zip(actions, context, found, strict=True):
@@ -85,13 +95,16 @@ def gradient(
     return mean, {at: square[at] - mean[at] ** 2 for at in POLICY}
 
 
-def true_gradient() -> dict[str, float]:
-    value = {c: POLICY[c] * OUTCOME[c + "a"] + (1 - POLICY[c]) * OUTCOME[c + "b"] for c in "ab"}
+def true_gradient(parts: Mapping[str, float] = NONE, *, alone: bool = False) -> dict[str, float]:
+    """`alone`: each part counts for the turn that caused it, and for no earlier one."""
+    whole = {one: outcome + parts.get(one, 0.0) for one, outcome in OUTCOME.items()}
+    later = OUTCOME if alone else whole
+    value = {c: parts.get(c, 0.0) + POLICY[c] * later[c + "a"] + (1 - POLICY[c]) * later[c + "b"] for c in "ab"}
     slope = {c: p * (1 - p) for c, p in POLICY.items()}
     return {
         PROMPT: NUM * slope[PROMPT] * (value["a"] - value["b"]),
-        LONG: NUM * POLICY[PROMPT] * slope[LONG] * (OUTCOME["aa"] - OUTCOME["ab"]),
-        SHORT: NUM * (1 - POLICY[PROMPT]) * slope[SHORT] * (OUTCOME["ba"] - OUTCOME["bb"]),
+        LONG: NUM * POLICY[PROMPT] * slope[LONG] * (whole["aa"] - whole["ab"]),
+        SHORT: NUM * (1 - POLICY[PROMPT]) * slope[SHORT] * (whole["ba"] - whole["bb"]),
     }
 
 
@@ -105,6 +118,16 @@ def test_the_credit_of_forked_rollouts_is_the_true_gradient_over_all_groups_of_a
     alone, of_one = gradient(scheme, forks=1)
     assert alone == true
     assert variance[PROMPT] < 0.9 * of_one[PROMPT], "the mean of two continuations says more about what came before"
+
+
+@pytest.mark.parametrize(("scheme", "alone"), [(Fork(), True), (Rloo(), False)], ids=["fork", "rloo"])
+def test_forks_do_not_change_the_expected_gradient_of_parts_of_rewards_that_single_turns_caused(
+    scheme: CreditScheme, alone: bool
+) -> None:
+    true = pytest.approx(true_gradient(PARTS, alone=alone), abs=1e-12)
+    assert gradient(scheme, forks=1, parts=PARTS)[0] == true
+    assert gradient(scheme, parts=PARTS)[0] == true
+    assert true_gradient(PARTS) != pytest.approx(true_gradient(PARTS, alone=True), abs=1e-3)
 
 
 def test_later_turns_count_for_one_of_the_continuations_and_shared_turns_for_all() -> None:
@@ -162,3 +185,4 @@ def test_a_part_of_a_turn_stays_with_its_turn() -> None:
     assert found[0].by_turn[0] == pytest.approx(-0.5), "grades are equal: nothing but the charge"
     assert found[1].by_turn == pytest.approx((0.0, (-0.25 - 0.0) / 2))
     assert found[0].by_turn[1] == pytest.approx(0.25 / 2)
+    assert found[2].by_turn == pytest.approx((0.5, 0.5)), "the baseline has the part of the shared turn, no later one"

@@ -51,6 +51,32 @@ def test_the_tokens_are_those_of_the_whole_history(name: str, tmp_path: Path) ->
         del chat._after_reply  # type: ignore[method-assign]
 
 
+def test_kinds_of_messages_that_are_known_stay_cheap_when_too_many_others_come() -> None:
+    chat = ChatFormat(laptop_tokenizer(), chat_template())
+    rendered: list[int] = []
+    after_reply = chat._after_reply
+    chat._after_reply = lambda previous, *rest: (rendered.append(len(previous)), after_reply(previous, *rest))[1]  # type: ignore[method-assign]
+    history, new = turns(8)[-1]
+
+    def rendered_for(messages: list[dict[str, Any]]) -> list[int]:
+        rendered.clear()
+        whole = chat.tokens.encode_rendering(after_reply(history, messages, {}, True))
+        assert chat.continuation(history, messages, {}).tolist() == whole.tolist()
+        return list(rendered)
+
+    def kind(number: int) -> list[dict[str, Any]]:
+        """Nine messages whose roles alternate; the bits of `number` say which of them have reasoning."""
+        both = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
+        return [both[i % 2] | ({"reasoning_content": ""} if number >> i & 1 else {}) for i in range(9)]
+
+    assert [rendered_for(new) for _ in range(3)] == [[len(history), 3], [len(history), 3], [3]]
+    for number in range(300):
+        rendered_for(kind(number))
+    assert [rendered_for(kind(299)) for _ in range(3)] == [[len(history)]] * 3
+    assert [rendered_for(new) for _ in range(3)] == [[len(history), 3], [3], [3]]
+    assert len(chat._num_continued) == 256
+
+
 def test_a_template_that_counts_its_messages_is_rendered_whole() -> None:
     counting = chat_template() + "{% if add_generation_prompt %}{{ messages | length }}{% endif %}"
     chat = ChatFormat(laptop_tokenizer(), counting)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from etude.evals.intervals import t95, wilson
 
 LEFT_OUT = 1000
-"""The largest number of parts of the works that are left out in turn for an interval."""
+"""The maximum number of groups of a jackknife. With more clusters, some groups consist of several clusters."""
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -33,7 +33,11 @@ Places = npt.NDArray[np.intp]
 
 
 class Counts:
-    """Counts of pairs (people's score, judge's score), over all works and without each cluster of them."""
+    """How often each pair (people's score, judge's score) occurs, over all works or with some works left out.
+
+    - `people`, `judge`: the two scores of each work.
+    - `rows`, `columns`: all scores that people, and the judge, can give, ascending. They are the axes of the table.
+    - `clusters`: the cluster of each work. Works of one cluster are not independent."""
 
     def __init__(
         self,
@@ -50,16 +54,19 @@ class Counts:
         self.members = _members(clusters)
 
     def table(self, left_out: Places | None = None) -> Table:
-        """[people's scores, judge's scores] The number of works, without those at some places."""
+        """Return the number of works by score, [people's scores, judge's scores] float64.
+
+        `left_out`: indices of works that are not counted; None: all are counted."""
         cells = self.cells if left_out is None else np.delete(self.cells, left_out)
         return np.bincount(cells, minlength=self.shape[0] * self.shape[1]).reshape(self.shape).astype(float)
 
     def estimate(self, statistic: Callable[[Table], float], lowest: float = 0.0) -> Estimate:
-        """Return a statistic from `lowest` to 1 of the table, and its interval, which counts clusters.
+        """Compute a statistic of the table and its 95 % interval, in which works of one cluster count as dependent.
 
-        It is Wilson's interval with the number of independent works that would have the variance of a jackknife over
-        clusters, and Student's t quantile. If the value is the same without each cluster, as where all agree, that
-        number is the number of clusters."""
+        `statistic`: a function of the table, with values from `lowest` to 1. The interval is Wilson's with Student's t
+        quantile. Its number of works is the effective one: so many independent works would have the variance of a
+        jackknife over clusters. It is at least 1. If that variance is 0, as where all agree, it is the number of
+        clusters, at most `LEFT_OUT`. With one cluster the interval is [`lowest`, 1]."""
         value, n = statistic(self.table()), len(self.members)
         if n == 1:
             return Estimate(value, lowest, 1.0)
@@ -124,15 +131,15 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def clustered(clusters: Sequence[Hashable], plain: Estimate, statistic: Callable[[Places], float | None]) -> Estimate:
-    """Return an estimate; if there are clusters of several works, with the interval of a jackknife over clusters.
+    """Return `plain`, with the interval of a jackknife over clusters if works are dependent.
 
-    `clusters`: the cluster of each work. `plain`: the estimate for independent works. `statistic`: the value of the
-    works at some places; None if they have none. The interval has Student's t quantile."""
-    members = _members(clusters)
-    if len(members) == len(clusters):
+    `clusters`: the cluster of each work. `plain`: the estimate for independent works; it is returned unchanged if each
+    work is a cluster of its own. `statistic`: the value for the works with these indices; None if it is undefined. The
+    jackknife's interval has Student's t quantile, and no bounds if fewer than two values are defined."""
+    if len(set(clusters)) == len(clusters):
         return plain
     everyone = np.arange(len(clusters))
-    found = [statistic(np.delete(everyone, some)) for some in members]
+    found = [statistic(np.delete(everyone, some)) for some in _members(clusters)]
     values = [value for value in found if value is not None]
     if len(values) < 2:
         return Estimate(plain.value, -math.inf, math.inf)
@@ -141,7 +148,8 @@ def clustered(clusters: Sequence[Hashable], plain: Estimate, statistic: Callable
 
 
 def _members(clusters: Sequence[Hashable]) -> list[Places]:
-    """The places of each cluster. Of more than `LEFT_OUT` clusters, some are put together."""
+    """Return the indices of the works of each jackknife group: of one cluster, or of several if there are more than
+    `LEFT_OUT` clusters."""
     numbers: dict[Hashable, int] = {}
     found: dict[int, list[int]] = {}
     for place, cluster in enumerate(clusters):
@@ -162,7 +170,9 @@ def clustered_mean(clusters: Sequence[Hashable], values: Sequence[float]) -> Est
 
 
 def correlation(clusters: Sequence[Hashable], first: Sequence[float], second: Sequence[float]) -> Estimate | None:
-    """Spearman's rank correlation, its interval on Fisher's scale; None for fewer than 5 values, or constant ones."""
+    """Compute Spearman's rank correlation of two values of each work. Its interval is computed with Fisher's z.
+
+    `clusters`: the cluster of each work. None for fewer than 5 works, or if all values of one list are equal."""
     both = np.array([first, second])
 
     def fisher(at: Places) -> float | None:

@@ -15,7 +15,7 @@ from tests.judge_server import HIGH, LOW, SIGNATURE, Bias, ScriptedJudge, honest
 
 from etude.errors import InputError
 from etude.rewards.judges import Aspect, Evidence, HttpAsker, Judge, JudgeStore, Limits, Rubric
-from etude.rewards.judges.agreement import concordance, kappa
+from etude.rewards.judges.agreement import LEFT_OUT, clustered_mean, concordance, kappa, mean
 from etude.rewards.judges.calibration import AspectReport, Half, Label, calibrate, distance, read_labels
 from etude.rewards.judges.terms import GroupJudgeTerm, JudgeTerm, Mode
 
@@ -252,6 +252,16 @@ def far(tmp_path: Path, modes: tuple[str, str], groups: int, size: int) -> Any:
             return await distance(*both, works)
 
     return asyncio.run(use())
+
+
+@pytest.mark.parametrize("number", [LEFT_OUT - 1, LEFT_OUT + 500])
+def test_works_that_are_independent_have_the_plain_interval_however_many_there_are(number: int) -> None:
+    values = np.random.default_rng(0).normal(size=number).tolist()
+    plain = mean(values)
+    assert clustered_mean(range(number), values) == plain
+    twice = clustered_mean([*range(number)] * 2, values * 2)
+    assert twice.value == pytest.approx(plain.value)
+    assert twice.high - twice.low == pytest.approx(plain.high - plain.low, rel=0.1), "each work counts once"
 
 
 def test_the_distance_to_an_auditor_is_measured_with_an_upper_bound(tmp_path: Path) -> None:
