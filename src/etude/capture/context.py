@@ -87,11 +87,10 @@ class Carried:
 
 
 def trigger_tokens(group_seed: int, *, context_tokens: int) -> int:
-    """Return the number of tokens from which a conversation is summarised: 50 to 80 % of the context, drawn from the
-    seed.
+    """Return the number of tokens from which a conversation is summarised: 50 to 80 % of the context, by `group_seed`.
 
-    All rollouts of a group have the same length, so that their rewards differ only by what the model did. It varies
-    between groups, so that the model does not rely on one length.
+    All rollouts of a group have the same trigger, so that their rewards differ only by what the model did. The trigger
+    varies between groups, so that the model does not learn to rely on one value.
 
     >>> trigger_tokens(1, context_tokens=1000) == trigger_tokens(1, context_tokens=1000)
     True

@@ -1,8 +1,8 @@
 """Summarises conversations that clients send in full with each request, by the rules of `etude.capture.context`.
 
-Clients do not know of summaries. So the tree of turns is searched for a summary of the beginning of the conversation.
-If there is one, it replaces that beginning. If a further summary is due, the model writes it first. All summaries can
-be sampled again from the messages alone, at the same positions."""
+Clients do not know of summaries. So for each request the stored summaries are searched for one of the beginning of the
+conversation. If there is one, it replaces that beginning. If a further summary is due, the model writes it first. A
+summary that was lost is written anew at the same position, with another text: only the client's messages are needed."""
 
 from __future__ import annotations
 

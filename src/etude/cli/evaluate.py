@@ -202,7 +202,9 @@ def _play(suite: Suite, subject: Subject, given: Mapping[str, Any], args: argpar
 
 
 def _require_valid(rollouts: Path, label: str) -> None:
-    """Tell why rollouts of an evaluation are invalid. Raises `EtudeError` if all are: then there is no result."""
+    """Print to stderr how many rollouts of an evaluation are invalid, and why. Raises `EtudeError` if all are invalid.
+
+    `rollouts`: the Parquet file of the rollouts. `label`: the name of the model in messages."""
     rows = read_rows(rollouts)
     reasons = Counter(f"{row.outcome}: {row.reason}" for row in rows if not row.valid)
     if not reasons:

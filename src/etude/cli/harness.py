@@ -208,7 +208,9 @@ class Script:
         self._path, self._left = path, iter(answers)
 
     def answer(self, last: str, signatures: Mapping[str, Signature]) -> str | Call:
-        """Return the next answer; after the last one "ok"."""
+        """Return the next answer of the script, or "ok" after the last one.
+
+        A call of a tool that is not in `signatures` is added to `problems`."""
         number, answer = next(self._left, (0, "ok"))
         if isinstance(answer, Call) and answer.name not in signatures:
             what = f"line {number} of {self._path} calls {answer.name!r}, a tool that the request does not offer"

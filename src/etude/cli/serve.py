@@ -188,7 +188,9 @@ def _refuse_together(sources: Sequence[ModelSource], versions: Sequence[str], ar
 
 
 def _versions(sources: Sequence[ModelSource], fleet: str | None) -> list[ModelSource]:
-    """Return the stable and the canary version of a run, each to be served by a separate engine."""
+    """Return the models for `--releases`: the branches `stable` and `canary` of one run, each for its own engine.
+
+    Raises `InputError` unless `sources` is one run with published weights, without `fleet`."""
     if len(sources) != 1 or fleet or sources[0].store is None:
         raise InputError(
             "--releases needs one run with published weights",

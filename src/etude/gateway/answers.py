@@ -28,10 +28,10 @@ class ResponseHead:
 
 @dataclass(frozen=True, slots=True)
 class SummaryUse:
-    """The summaries in the model's context, and the tokens that were used to write new ones for this answer.
+    """The number of summaries in the model's context, and the tokens used to write new ones for this answer.
 
-    `number` counts all summaries in the context. `num_prompt` and `num_sampled` are the prompt tokens and sampled
-    tokens of the requests that wrote the new ones."""
+    `number`: all summaries in the context. `num_prompt`, `num_sampled`: prompt tokens and sampled tokens of all
+    requests for new summaries, also of those whose summary was refused."""
 
     number: int = 0
     num_prompt: int = 0

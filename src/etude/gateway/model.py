@@ -399,7 +399,9 @@ class ServedModel:
 
     @asynccontextmanager
     async def _running_slot(self) -> AsyncIterator[None]:
-        """Hold one of `max_running` slots while the block runs. Refuses the request (429) if too many wait."""
+        """Wait for one of `max_running` slots, and hold it while the block runs.
+
+        Raises `RequestRefused` (HTTP status 429) if `max_waiting` requests wait already."""
         if self._running.locked() and self._num_waiting >= self.config.max_waiting:
             facts = f"{self._num_waiting} wait for one of {self.config.max_running} running slots"
             what, hint = "too many requests are waiting", "try again after the seconds in retry-after"
@@ -418,5 +420,6 @@ class ServedModel:
 
 
 def _least_tokens(parsed: ChatRequest) -> int:
-    """Return the minimum number of tokens for the answer: what the client requested, or 1 if that may be lowered."""
+    """Return how many tokens must be left in the context for the answer: the client's `max_tokens`, or 1 if the client
+    sent none or the gateway may lower it (`ChatRequest.clamp`)."""
     return 1 if parsed.clamp else parsed.max_tokens or 1

@@ -95,7 +95,7 @@ _KINDS = {
 }
 """The names of types in hints, by their names in msgspec's errors."""
 ABSENT = msgspec.Raw()
-"""The value of a field that is parsed later, if the body does not have the field."""
+"""The default of a field that is kept as raw JSON. It means that the body does not have the field."""
 
 
 class BodyDecoder(Generic[B]):

@@ -108,7 +108,9 @@ async def run_plugin(plugin: Plugin, harness: Harness, episode: Episode) -> Agen
 
 
 async def run_to_end(episode: Episode, run: Coroutine[None, None, None]) -> AgentRun:
-    """Run an agent program on an episode, and return the result. Failures of machines and engines are in it."""
+    """Run an agent program (`run`, its coroutine) on an episode, and return the result.
+
+    A failure of a machine or an engine is returned as `AgentRun.failure`, not raised. A full context is an ending."""
     try:
         await run
     except ContextFull:

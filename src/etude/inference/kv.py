@@ -114,7 +114,9 @@ class SlotStates:
         self.current, self.kept = memory(num_slots), memory(num_slots, copies)
 
     def copy(self, source: int, target: int, stop: int) -> None:
-        """Copy the states of slot `source` after `stop` tokens to slot `target`, with the kept copies up to there."""
+        """Copy to slot `target` the states that slot `source` had after `stop` tokens, and the kept copies up to there.
+
+        `stop` must be the current position of `source`, or a smaller multiple of `every`."""
         number = stop // self.every if self.every else 0
         for memory in (one for layer in self.kept.values() for one in layer):
             memory[target, :number] = memory[source, :number]

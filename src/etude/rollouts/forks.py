@@ -1,10 +1,11 @@
-"""Rollouts whose machine is forked after the first summary, so that the summary gets credit by several continuations.
+"""Rollouts whose machine is forked after the first summary, to estimate the summary's value by several continuations.
 
-The machine is saved after the first summary and closed. Then the continuations run one after the other, each on a new
-fork of it and with a seed of its own. So they are independent samples of what follows the summary, the first one
-included: on a runtime whose forks have files only (`RuntimeInfo.forks_memory`), no continuation has the processes that
-ran before. A rollout holds one machine and one engine session at a time, with or without forks: a bounded pool of them
-cannot be used up by rollouts that wait for further ones."""
+The machine is saved after the first summary and closed. The continuations then run one after the other, each on a new
+fork and with its own seed. The first one runs on a fork too, so that all are equal samples of what follows the summary:
+where `RuntimeInfo.forks_memory` is False, a fork has the files, but no running processes.
+
+With or without forks, a rollout uses one machine at a time, and waits for one completion at a time. So rollouts that
+wait for their next machine cannot block each other in a pool of limited size."""
 
 from __future__ import annotations
 
@@ -27,8 +28,10 @@ from etude.seams import Holding, Policy, Runtime
 
 
 class _Saved(NamedTuple):
-    """An episode that stopped after its first summary. `snapshot`: the state of its machine. `wall_s`: how long it took
-    until there, in seconds."""
+    """An episode that stopped after its first summary.
+
+    `room`: its compactor. `run`: its result so far. `snapshot`: the id of the snapshot of its machine. `wall_s`: the
+    time from the start of the rollout to the snapshot, in seconds."""
 
     episode: Episode
     room: Compactor
@@ -46,15 +49,18 @@ async def run_forked(
     harness: HarnessConfig,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Rollout]:
-    """Run a rollout up to its first summary, and `spec.forks` continuations from there to their ends.
+    """Run a rollout with the built-in program up to its first summary, then `spec.forks` continuations to their ends.
 
-    Returns the continuations; the first one has the id of `spec`. Each has the whole trace, and `Rollout.fork` says
-    which turns are shared. Limits of turns and of seconds hold for each continuation with the shared part. A rollout
-    without a summary, or whose machine cannot be saved because of what the agent did to it (`Rollout.unforked`), is
-    returned alone.
+    Returns the continuations, `spec.forks` of them; the first one has the id of `spec`. The trace of each begins with
+    the shared turns (`Rollout.fork`), which count in its limits of turns and of seconds. A continuation whose machine
+    cannot be created is invalid.
 
-    A machine that cannot be saved or forked for another reason is not the agent's fault: the continuations that need it
-    are invalid. The arguments and errors are those of `run_rollout`; `harness.summary_tokens` must be set."""
+    Returns only one rollout, without `fork`, in these cases: it ended before a summary; the agent caused that the
+    machine cannot be saved, and it went on alone (`Rollout.unforked`); or it is invalid, since an engine or a machine
+    failed before the fork.
+
+    The arguments are those of `run_rollout`, without `logs`; `harness.summary_tokens` must be above 0, and
+    `harness.program` the built-in one. The errors are those of `run_rollout`."""
     began = clock()
     try:
         (machine,) = await runtime.fork(await prepare(runtime, spec.task), 1)
@@ -84,9 +90,10 @@ async def _first_part(
     clock: Callable[[], float],
     began: float,
 ) -> _Saved | Rollout:
-    """Run an episode up to its first summary, and save its machine; or to its end, if it cannot be forked.
+    """Run an episode up to its first summary and save its machine, or run it to its end if there is nothing to fork.
 
-    The snapshot is kept until `holds` is closed."""
+    Returns `_Saved`, or a finished rollout: it ended before a summary, or the agent caused that the machine cannot be
+    saved, or it is invalid. `holds` keeps the snapshot until it is closed. `began` is the start by `clock`."""
     room = Compactor(episode)
     run = await run_to_end(episode, run_agent(episode, room, until=lambda: room.number > 0))
     if episode.ending is not None or run.failure is not None:
@@ -122,6 +129,8 @@ async def _continuation(spec: RolloutSpec, saved: _Saved, runtime: Runtime, *, c
 
 
 async def _go_on(episode: Episode, room: Compactor) -> None:
-    """Continue an episode after the summary for which `run_agent` stopped."""
+    """Run an episode from the turn before which `run_agent` stopped to its end.
+
+    `run_agent` had already called `room.make_room` for this turn, so it is not called again."""
     await episode.act(await episode.ask())
     await run_agent(episode, room)
