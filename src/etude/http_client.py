@@ -23,6 +23,7 @@ _KEPT_S = 4.0  # how long an idle connection is kept; uvicorn closes it after 5 
 _RACE_S = 1.0  # in this time after a request the server may have closed the connection before it got the request
 _NEXT_ADDRESS_S = 0.25  # until the next address of a host is tried too
 _IDLE_S, _BETWEEN_S, _PROBES = 15, 5, 4  # TCP keep-alive: a response may take hours
+_CLOSED = "this client was closed"
 
 
 class Broken(ConnectionError):
@@ -46,13 +47,15 @@ class HttpClient:
         if lines.count("\n") != lines.count("\r") or lines.count("\n") != len(headers) + 1 or not self._path.isascii():
             raise ValueError(f"a header has a line break, or the path {self._path!r} is not ASCII")
         self._rest = f" HTTP/1.1\r\n{lines}".encode("latin-1")
+        self._closed = False
         self._connections = set[_Connection]()
         self._idle = dict[_Connection, None]()  # the one that was used last is at the end
 
     def close(self) -> None:
-        """Close all connections. Requests that wait for a response get `Broken`."""
+        """Close all connections. Requests that wait for a connection or a response get `Broken`, and all later ones."""
+        self._closed = True
         for connection in list(self._connections):
-            connection.close("this client was closed")
+            connection.close(_CLOSED)
 
     @contextlib.asynccontextmanager
     async def request(
@@ -138,6 +141,9 @@ class HttpClient:
         except (OSError, RuntimeError, UnicodeError) as error:  # uvloop raises RuntimeError too
             raise Broken(str(error) or type(error).__name__) from None
         self._connections.add(connection)
+        if self._closed:
+            connection.close(_CLOSED)
+            raise Broken(_CLOSED)
         return connection
 
 

@@ -311,6 +311,21 @@ def test_closing_ends_requests_that_wait() -> None:
     with_server(answer, story)
 
 
+def test_closing_ends_requests_that_are_still_connecting() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
+        await reader.read()
+
+    async def story(client: HttpClient, server: Server) -> None:
+        asking = asyncio.create_task(ask(client))
+        await asyncio.sleep(0)  # it has begun, and has no connection yet
+        client.close()
+        with pytest.raises(Broken, match="was closed"):
+            await asking
+        assert server.num_requests == 0
+
+    with_server(answer, story)
+
+
 def test_nobody_at_the_address_is_named() -> None:
     async def work() -> None:
         for url in ("http://127.0.0.1:1", "http://no-such-host.invalid:80", "http://" + "a" * 70 + ":80"):
