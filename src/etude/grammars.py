@@ -405,4 +405,8 @@ def _guarded() -> Iterator[None]:
 
 def _invalid(message: str) -> GrammarError:
     facts = " ".join(message.replace("<non-verbose/>", " ").split())[:300] or "its parser refused it"
+    if "NoExtensionBias" in facts:
+        facts = "it refers to itself before any text, so no text ends it"
+    elif row := re.search(r"Current row has (\d+) items", facts):
+        facts = f"at one place of the text {row[1]} of its rules may go on, which is too many"
     return GrammarError("the grammar is invalid or too complex", facts, hint=_HINT_GRAMMAR)

@@ -193,3 +193,15 @@ def test_a_schema_does_not_choose_how_json_is_written(tokenizer):
     for token in Tokenizer.from_file(str(tokenizer)).encode("[1,1]", add_special_tokens=False).ids:
         matcher.consume(token)
     assert matcher.mask()[1], "it may end"
+
+
+@pytest.mark.parametrize(
+    ("message", "facts"),
+    [
+        ("NoExtensionBias\n<non-verbose/>", "it refers to itself before any text, so no text ends it"),
+        ("Parser Error: Current row has 12007 items; max is 2000", "at one place of the text 12007 of its rules may"),
+        ("no rule x", "no rule x"),
+    ],
+)
+def test_what_the_parser_says_is_told_in_plain_words(message: str, facts: str) -> None:
+    assert grammars._invalid(message).facts.startswith(facts)

@@ -52,7 +52,8 @@ class Spent:
     - `cached`: tokens of the prompt whose KV was reused.
     - `sampled`: sampled tokens of all answers to the request.
     - `summary`: tokens read and sampled for summaries, also for those that were refused.
-    - `reserved`: the tokens that were reserved for the request in the quota of `key`.
+    - `reserved`: the tokens that were reserved for the request in the quota of `key`. `is_reserved`: those of its
+      answers are among them.
     - `key`: the API key whose quota counts them; None: no quota."""
 
     prompt: int = 0
@@ -60,12 +61,13 @@ class Spent:
     sampled: int = 0
     summary: int = 0
     reserved: int = 0
+    is_reserved: bool = False
     key: KeyUse | None = None
 
     def reserve(self, num_tokens: int) -> None:
         """Reserve tokens that the request may use (`KeyUse.reserve`). Raises `RequestRefused`."""
         if self.key is not None:
-            self.key.reserve(num_tokens)
+            self.key.reserve(num_tokens, own=self.reserved)
             self.reserved += num_tokens
 
 

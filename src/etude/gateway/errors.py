@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Sequence
 
 from etude.errors import ContextFull, EngineError, EtudeError, MalformedRequest, nearest
+
+_SAME = (
+    ("max_tokens", "max_output_tokens", "max_completion_tokens"),
+    ("messages", "input", "prompt"),
+    ("response_format", "text", "output_config"),
+    ("stop", "stop_sequences"),
+    ("system", "instructions"),
+)
+"""Fields of the APIs that have the same meaning."""
+_half = re.compile(rb"(?<!\\)(?:\\\\)*\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 
 
 class RequestRefused(EtudeError):
@@ -84,8 +95,16 @@ def invalid_tools(error: ValueError) -> RequestRefused:
     return invalid_request("a tool is invalid", str(error), hint=hint, param="tools")
 
 
-def not_json(error: Exception, example: str = "") -> RequestRefused:
-    """Return the error of a body that cannot be parsed (HTTP 400). `example`: a body that would be taken; "": none."""
+def not_json(error: Exception, data: bytes, example: str = "") -> RequestRefused:
+    """Return the error of a body that cannot be parsed (HTTP 400).
+
+    `data`: the JSON text. `example`: a body that would be taken; "": none."""
+    if isinstance(error, RecursionError):
+        hint = "send JSON with fewer lists and objects inside one another"
+        return invalid_request("the body is nested too deeply", hint=hint)
+    if "surrogate" in str(error) or ("truncated" in str(error) and _half.search(data)):
+        hint = "send both halves of the pair, or the character itself in UTF-8"
+        return invalid_request("the body has a text with half of a surrogate pair", "it is no character", hint=hint)
     hint = "send one JSON value in UTF-8, as a JSON library writes it" + (f", such as {example}" if example else "")
     return invalid_request("the body is not JSON", str(error), hint=hint)
 
@@ -106,12 +125,16 @@ def unsupported_value(field: str, value: object, neutral: Sequence[object]) -> R
     return invalid_request(what, facts, hint=f"leave {field} out", param=field)
 
 
-def unknown_parameter(field: str, known: Iterable[str]) -> RequestRefused:
+def unknown_parameter(field: str, known: Collection[str], of_others: Collection[str] = ()) -> RequestRefused:
     """Return the error of an unknown request field (HTTP 400), with OpenAI's message and code.
 
-    `known` are the names of all accepted fields; the closest one is suggested."""
+    `known` are the names of all accepted fields. The closest one is suggested, or, if `field` is among the fields
+    `of_others`, the other APIs, the one with the same meaning."""
     close = nearest(field[:100], known)
     hint = close if close.startswith("did you mean") else "leave it out; the guide lists the supported ones"
+    if field in of_others:
+        same = next((one for names in _SAME if field in names for one in names if one in known), "")
+        hint = f"this API has no {field}; " + (f"send {same}" if same else "leave it out")
     what = f"Unknown parameter: {field[:100]!r}."
     return RequestRefused(400, what, hint=hint, code="unknown_parameter", param=field[:100])
 
@@ -127,15 +150,21 @@ def context_exceeded(
 ) -> RequestRefused:
     """Return the error of a request that exceeds the context (HTTP 400), with OpenAI's message and code.
 
-    `context_tokens` is the model's limit, `answer_tokens` the length of the answer that the client asked for, and
-    `field` the field of the request that has the prompt. `facts` says more about the request, which OpenAI's message
-    has in place of the numbers. `counted`: whether `prompt_tokens` is the number of tokens, and no lower bound."""
-    total = prompt_tokens + answer_tokens
-    parts = f"{prompt_tokens} in the {field}, {answer_tokens} in the completion"
+    `context_tokens` is the model's limit, `answer_tokens` the length of the answer that the client asked for (0: none),
+    and `field` the field of the request that has the prompt. `facts` says more about the request, which OpenAI's
+    message has in place of the numbers. `counted`: whether `prompt_tokens` is exact, and no lower bound."""
+    total, parts = prompt_tokens + answer_tokens, f"{prompt_tokens} in the {field}"
+    if answer_tokens:
+        parts += f", {answer_tokens} in the completion"
+    elif total == context_tokens:
+        total, parts = total + 1, f"{parts}, and an answer has at least 1"
     what = f"This model's maximum context length is {context_tokens} tokens. However, "
     what += f"{facts or f'you requested {total} tokens ({parts})'}."
     context = f"{'' if counted else 'at least '}{total} tokens > {context_tokens} maximum ({facts or parts})"
-    hint, code = f"reduce the length of the {field} or completion", "context_length_exceeded"
+    hint, code = (
+        f"reduce the length of the {field}{' or completion' if answer_tokens else ''}",
+        "context_length_exceeded",
+    )
     return RequestRefused(400, what, hint=hint, code=code, param=field, context=context)
 
 

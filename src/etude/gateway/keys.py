@@ -79,19 +79,21 @@ class KeyUse:
                 raise RequestRefused(429, what, hint=hint, code="rate_limit_exceeded", retry_s=retry_s)
             self._requests.append(now)
 
-    def reserve(self, num_tokens: int) -> None:
+    def reserve(self, num_tokens: int, *, own: int = 0) -> None:
         """Reserve `num_tokens` of the daily quota for a request. `add_tokens` releases them when it ends.
+
+        `own`: how many the request has reserved before. They do not become free while it waits.
 
         Raises `RequestRefused` (HTTP status 429), and reserves nothing, if the quota has fewer left."""
         now, limit = self._clock(), self.limits.tokens_per_day
         used = self._tokens_of_today(now)
         if limit and used + self.num_reserved + num_tokens > limit:
             what = f"the key {self.name!r} has too few of its {limit} tokens of today (UTC) left"
-            facts = f"{used} are used, {self.num_reserved} reserved for running requests, and this one may take"
-            facts += f" {num_tokens}"
-            waits = used + num_tokens <= limit
+            facts = f"{used} are used, {self.num_reserved - own} reserved for running requests, and this one may take"
+            facts += f" {own + num_tokens}"
+            waits = used + own + num_tokens <= limit
             hint = "ask for a shorter answer, or wait for the next day (retry-after has the seconds)"
-            if num_tokens > limit:
+            if own + num_tokens > limit:
                 hint = "ask for a shorter answer, or raise tokens_per_day in the file of keys: a day has fewer tokens"
             hint = "try again when those have ended" if waits else hint
             retry_s = 1.0 if waits else self._day_ends - now

@@ -6,9 +6,9 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, TypeVar
@@ -21,11 +21,11 @@ from etude.capture.context import served_trigger
 from etude.capture.short_work import ShortWork
 from etude.capture.stops import complete_until_stop, stop_watch
 from etude.capture.summaries import Shortened
-from etude.errors import ContextFull
+from etude.errors import ContextFull, MalformedRequest
 from etude.gateway.answers import Answer, Spent, SummaryUse, make_answer
 from etude.gateway.config import GatewayConfig
 from etude.gateway.errors import RequestRefused, cancelled, context_exceeded, invalid_request, invalid_tools
-from etude.gateway.requests import ChatRequest
+from etude.gateway.requests import ChatRequest, check_range
 from etude.gateway.schemas import check_schemas
 from etude.gateway.summary_writer import SummaryWriter
 from etude.records.completion import Completion, CompletionRequest, Sampling, StopReason, Traffic
@@ -141,9 +141,10 @@ class ServedModel:
         async with self._running_slot():
             pending = await self._prepare(parsed, index, spent)
             try:
-                completion = await complete_until_stop(
-                    self.policy, pending.request, self.chat, parsed.stop, in_reasoning=self._in_reasoning(pending)
-                )
+                with _named_grammar(parsed):
+                    completion = await complete_until_stop(
+                        self.policy, pending.request, self.chat, parsed.stop, in_reasoning=self._in_reasoning(pending)
+                    )
             except asyncio.CancelledError:
                 spent.prompt = spent.prompt or len(pending.request.prompt_ids)
                 raise
@@ -196,31 +197,27 @@ class ServedModel:
             yield pending.request.prompt_ids
             enough = stop_watch(self.chat, parsed.stop, in_reasoning=self._in_reasoning(pending))
             sampled = stream_or_complete(self.policy, self.policy.complete, pending.request, enough=enough)
-            async with aclosing(sampled) as parts:
-                async for part in parts:
-                    if isinstance(part, Completion):
-                        answer = self._record(pending, part, spent, num_streamed)
-                        break
-                    spent.prompt = spent.prompt or len(pending.request.prompt_ids)
-                    spent.sampled += len(part)
-                    num_streamed += len(part)
-                    yield index, part
+            with _named_grammar(parsed):
+                async with aclosing(sampled) as parts:
+                    async for part in parts:
+                        if isinstance(part, Completion):
+                            answer = self._record(pending, part, spent, num_streamed)
+                            break
+                        spent.prompt = spent.prompt or len(pending.request.prompt_ids)
+                        spent.sampled += len(part)
+                        num_streamed += len(part)
+                        yield index, part
         yield index, answer
 
     async def count(self, parsed: ChatRequest) -> int:
-        """Return the number of tokens of a conversation's prompt. Nothing is sampled or recorded.
-
-        The count stops at 16 times `context_tokens`, which is returned for all longer prompts."""
+        """Return the number of tokens of a conversation's prompt. Nothing is sampled or recorded."""
         signatures = self._signatures(parsed)
-        most = 16 * self.context_tokens
-        render = partial(self._tree.prompt_tokens, parsed.messages, signatures, tools=parsed.tools, max_tokens=most)
-        try:
-            return await self.run_in_thread(render)
-        except ContextFull:
-            return most
+        return await self.run_in_thread(
+            partial(self._tree.prompt_tokens, parsed.messages, signatures, tools=parsed.tools)
+        )
 
     async def _prepare(self, parsed: ChatRequest, index: int, spent: Spent) -> PendingRequest:
-        """Tokenise a request, and reserve the tokens that its answer `index` may take."""
+        """Tokenise a request for its answer `index`. The first one reserves the tokens that all answers may take."""
         try:
             if parsed.prompt is None:
                 pending = await self._prepare_chat(parsed, index, spent)
@@ -228,8 +225,10 @@ class ServedModel:
                 pending = await self._prepare_text(parsed, index)
         except ContextFull as full:  # certainly too long, so it was not tokenised
             raise self._too_long(parsed, self.context_tokens + 1, 0, full.facts, counted=False) from None
-        request = pending.request
-        spent.reserve((0 if index else len(request.prompt_ids)) + request.sampling.max_tokens)
+        if not spent.is_reserved:
+            request = pending.request
+            spent.reserve(len(request.prompt_ids) + parsed.n * request.sampling.max_tokens)
+            spent.is_reserved = True
         return pending
 
     def _too_long(
@@ -313,13 +312,14 @@ class ServedModel:
         if any(token >= self.chat.vocab_size for token, _ in parsed.sampling.get("logit_bias", ())):
             hint = f"send ids from 0 to {self.chat.vocab_size - 1}"
             raise invalid_request("logit_bias has an unknown token id", hint=hint, param="logit_bias")
-        grammar = self._grammar(parsed, prompt_ids)
+        grammar, max_tokens = self._grammar(parsed, prompt_ids), self._max_answer_tokens(parsed, len(prompt_ids))
+        check_range("min_tokens", parsed.sampling.get("min_tokens"), 0, max_tokens)
         return CompletionRequest(
             request_id=f"{session_id}/{uuid.uuid4().hex}",
             session_id=session_id,
             prompt_ids=prompt_ids,
             sampling=Sampling(
-                max_tokens=self._max_answer_tokens(parsed, len(prompt_ids)),
+                max_tokens=max_tokens,
                 stop_token_ids=self.chat.stop_token_ids,
                 temperature=parsed.temperature,
                 seed=secrets.randbits(63) if parsed.seed is None else (parsed.seed + index) & ((1 << 63) - 1),
@@ -392,7 +392,8 @@ class ServedModel:
         """Return the token limit of the answer. Raises `RequestRefused` when the request does not fit the context."""
         remaining, least = self.context_tokens - num_prompt, _least_tokens(parsed)
         if remaining < least:
-            raise self._too_long(parsed, num_prompt, least)
+            asked = 0 if parsed.clamp else parsed.max_tokens or 0
+            raise self._too_long(parsed, num_prompt, asked)
         if parsed.clamp and parsed.max_tokens:
             return min(remaining, parsed.max_tokens)
         return parsed.max_tokens or min(remaining, self.config.answer_tokens)
@@ -417,6 +418,19 @@ class ServedModel:
         finally:
             self._num_running -= 1
             self._running.release()
+
+
+@contextmanager
+def _named_grammar(parsed: ChatRequest) -> Iterator[None]:
+    """Name the field of a request whose grammar the engine refuses in the block, in place of the engine's request."""
+    try:
+        yield
+    except MalformedRequest as error:
+        if not (parsed.must_call or parsed.schema is not None) or "grammar" not in error.what + error.hint:
+            raise
+        field = "tools" if parsed.must_call else parsed.schema_field
+        what = f"the engine cannot follow the schema of {field}"
+        raise invalid_request(what, error.facts, hint=error.hint, param=field) from None
 
 
 def _least_tokens(parsed: ChatRequest) -> int:

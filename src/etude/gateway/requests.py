@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
@@ -22,6 +22,7 @@ from etude.gateway.errors import RequestRefused, invalid_request, not_json, unkn
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 1_000
 MAX_ANSWERS, MAX_TOP_LOGPROBS = 16, 20
+MAX_TOP_K = 2**31 - 1  # of engines
 _MAX_SIMILAR = 64  # kept conversations with the same beginning
 NEUTRAL_SAMPLING = {"top_p": 1, "repetition_penalty": 1}  # of the others it is 0
 
@@ -107,7 +108,9 @@ class BodyDecoder(Generic[B]):
     - `parts`: the types of the fields whose JSON text is parsed later, by field; for the OpenAPI document.
     - `example`: a short body that is taken, for hints.
 
-    Any other parameter that is not a field of `kind` is refused."""
+    Any other parameter that is not a field of `kind` is refused. `of_all`: the fields of all decoders, for hints."""
+
+    of_all: ClassVar[set[str]] = set()
 
     def __init__(
         self,
@@ -121,6 +124,7 @@ class BodyDecoder(Generic[B]):
         self.kind, self.neutral, self.harmless, self.parts = kind, neutral, harmless, parts or {}
         self.example = example
         self._known = {*kind.__struct_fields__, *harmless, *neutral}
+        self.of_all.update(self._known)
         others = [(name, msgspec.Raw, ABSENT) for name in self._known.difference(kind.__struct_fields__)]
         options: Any = {"kw_only": True, "forbid_unknown_fields": True}
         self._decoder: Any = msgspec.json.Decoder(msgspec.defstruct(kind.__name__, others, bases=(kind,), **options))
@@ -131,12 +135,12 @@ class BodyDecoder(Generic[B]):
             body: B = self._decoder.decode(data)
         except msgspec.ValidationError as error:
             if unknown := _unknown.fullmatch(str(error)):
-                raise unknown_parameter(unknown[1], self._known) from None
+                raise unknown_parameter(unknown[1], self._known, self.of_all) from None
             raise invalid_value(error, self._decoder.type, example=self.example) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             if not data.strip():
                 raise invalid_request("the body is empty", hint=f"send a JSON object, such as {self.example}") from None
-            raise not_json(error, self.example) from None
+            raise not_json(error, data, self.example) from None
         for name, accepted in self.neutral.items():
             if (raw := getattr(body, name)) is not ABSENT and not _is_one_of(value := _decode_value(raw), accepted):
                 raise unsupported_value(name, value, list(accepted))
@@ -251,12 +255,10 @@ def read_sampling(body: msgspec.Struct) -> dict[str, Any]:
             found[name] = value
     if "top_p" in found and found["top_p"] == 0:
         found |= {"top_p": 1.0, "top_k": 1}  # OpenAI's servers take the likeliest token
-    if found.get("top_k", 0) < 0 or found.get("min_tokens", 0) < 0:
-        if found.get("top_k") == -1:  # of vLLM: from all tokens
-            del found["top_k"]
-        else:
-            check_range("min_tokens", found.get("min_tokens"), 0)
-            check_range("top_k", found["top_k"], 0)
+    if found.get("top_k") == -1:  # of vLLM: from all tokens
+        del found["top_k"]
+    check_range("top_k", found.get("top_k"), 0, MAX_TOP_K)
+    check_range("min_tokens", found.get("min_tokens"), 0)
     if bias := getattr(body, "logit_bias", None):
         found["logit_bias"] = _logit_bias(bias)
     return found
@@ -278,7 +280,7 @@ def _decode_value(raw: msgspec.Raw) -> Any:
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise not_json(error) from None
+        raise not_json(error, bytes(raw)) from None
 
 
 def _is_one_of(value: Any, accepted: Sequence[Any]) -> bool:
@@ -318,7 +320,7 @@ class ParseCache(Generic[P, V]):
         except msgspec.ValidationError as error:
             raise invalid_value(error, self._decoder.type, where) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise not_json(error) from None
+            raise not_json(error, raw) from None
 
 
 def message_reader(
@@ -428,7 +430,7 @@ class ToolsCache(Generic[P]):
 def check_range(name: str, value: float | None, low: float, high: float = float("inf")) -> None:
     """Check that a request parameter lies within [low, high]. None is accepted. Raises `RequestRefused`."""
     if value is not None and not low <= value <= high:
-        bounds = f"of at least {low:g}" if high == float("inf") else f"from {low:g} to {high:g}"
+        bounds = f"of at least {low}" if high == float("inf") else f"from {low} to {high}"
         raise invalid_request(f"{name} = {value} is out of range", hint=f"send a number {bounds}", param=name)
 
 

@@ -40,12 +40,15 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a tool, as the model sees it. `kind` is its JSON schema type, such as "string" or "integer"."""
+    """One parameter of a tool, as the model sees it. `kind` is its JSON schema type, such as "string" or "integer".
+
+    `choices`: the texts of which a forced call has one, from `enum` or `const` of its schema; (): any text."""
 
     name: str
     description: str = ""
     kind: str = "string"
     required: bool = True
+    choices: tuple[str, ...] = ()
 
     def takes(self, value: Any) -> bool:
         """Return whether a value has this parameter's type. A parameter of an unknown type accepts any value."""
@@ -89,7 +92,8 @@ class Signature:
             properties, required = schema.get("properties") or {}, schema.get("required") or ()
             name, description = function["name"], function.get("description") or ""
             parameters = tuple(
-                Parameter(p, str(s.get("description") or ""), _kind(s), p in required) for p, s in properties.items()
+                Parameter(p, str(s.get("description") or ""), _kind(s), p in required, _choices(s))
+                for p, s in properties.items()
             )
         except (KeyError, TypeError, AttributeError) as error:
             facts = f"this one has no key {error}" if isinstance(error, KeyError) else str(error)
@@ -159,6 +163,10 @@ def words_grammar(signature: Signature) -> str:
         last = i == len(signature.parameters) - 1
         kind = parameter.kind if parameter.kind in _WORDS else "string"
         word = _LAST_WORD if last and kind == "string" else _WORDS[kind]
+        if kind == "string" and parameter.choices:
+            words = [_word(choice, last=last) for choice in parameter.choices]
+            words += [] if last or parameter.required else [ABSENT]
+            word = f"( {' | '.join(json.dumps(one, ensure_ascii=False) for one in words)} )"
         optional = not parameter.required and not any(p.required for p in signature.parameters[i:])
         rest = f' ( " " {word}{rest} )?' if optional else f' " " {word}{rest}'
     return rest
@@ -201,6 +209,14 @@ def _kind(schema: Mapping[str, Any]) -> str:
         declared = others[0] if len(others) == 1 else None
     kinds = declared if isinstance(declared, list) else [declared]
     return next((k for k in kinds if isinstance(k, str) and k != "null"), "string")
+
+
+def _choices(schema: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the texts that a schema allows by `const` or `enum`; () if it allows others, too, or any value."""
+    allowed = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(allowed, list) or not all(one is None or isinstance(one, str) for one in allowed):
+        return ()
+    return tuple(one for one in allowed if one is not None)
 
 
 def usage(signature: Signature) -> str:

@@ -13,6 +13,7 @@ from tests.unit.gateway.sdk import CALLS, MODEL, SCHEMA, Served, run, said, serv
 
 from etude.errors import MalformedRequest
 from etude.gateway import DIALECTS, GatewayConfig, Keys
+from etude.gateway.errors import context_exceeded
 from etude.gateway.recording import MAX_USER_CHARS
 from etude.gateway.schemas import fault_of
 from etude.privacy import Subject
@@ -270,6 +271,12 @@ def test_a_full_context_names_the_field_that_has_the_prompt(dialect: str, param:
             assert f"in the {param}, 60 in the completion" in full.json()["error"]["message"]
 
     run(work)
+
+
+def test_a_prompt_that_leaves_no_token_for_an_answer_is_told_so() -> None:
+    full = context_exceeded(64, 64, 0)
+    assert "you requested 65 tokens (64 in the messages, and an answer has at least 1)" in full.message
+    assert full.context.startswith("65 tokens > 64 maximum")
 
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"

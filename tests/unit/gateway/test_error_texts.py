@@ -52,7 +52,14 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"max_tokens": 1.5}, "hint: send an integer"),
     (CHAT, {"max_tokens": 5, "max_completion_tokens": 6}, "send only one of them"),
     (CHAT, {"n": 17}, "from 1 to 16"),
-    (CHAT, {"top_k": -2}, "top_k = -2 is out of range\n  hint: send a number of at least 0"),
+    (CHAT, {"top_k": -2}, "top_k = -2 is out of range\n  hint: send a number from 0 to 2147483647"),
+    (CHAT, {"top_k": 10**12}, "top_k = 1000000000000 is out of range\n  hint: send a number from 0 to 2147483647"),
+    (MESSAGES, {"top_k": 10**12}, "top_k = 1000000000000 is out of range"),
+    (CHAT, {"min_tokens": 6, "max_tokens": 5}, "min_tokens = 6 is out of range\n  hint: send a number from 0 to 5"),
+    (RESPONSES, {"stop": "x"}, "hint: this API has no stop; leave it out"),
+    (RESPONSES, {"max_tokens": 3}, "hint: this API has no max_tokens; send max_output_tokens"),
+    (MESSAGES, {"seed": 3}, "hint: this API has no seed; leave it out"),
+    (MESSAGES, {"stop": "x"}, "hint: this API has no stop; send stop_sequences"),
     (CHAT, {"min_tokens": -1}, "min_tokens = -1 is out of range"),
     (CHAT, {"logit_bias": {"x": 1}}, 'send an object such as {"42": -100}'),
     (CHAT, {"logit_bias": {"3": 101}}, "numbers from -100 to 100"),
@@ -87,6 +94,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "send content of type input_text"),
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "it reads only text"),
     (MESSAGES, {"messages": [{"role": "user", "content": "x " * 9000}]}, "prompt is too long"),
+    (MESSAGES, {"messages": [{"role": "user", "content": "x " * 9000}]}, " in the messages)\n  hint: "),
     (MESSAGES, {"max_tokens": None}, "max_tokens is missing\n  hint: send this field"),
     (MESSAGES, {"context_management": {"edits": [{"type": "clear_tool_uses"}]}}, "send clear_thinking"),
     # tools
@@ -113,6 +121,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format lacks schema"),
     (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "correct the JSON"),
 ]  # fmt: skip
+HALVES, ENDS = (b"\\ud800", b"\\udc00", b"\\\\\\uD8AB"), (b'"}', b' and more than six bytes"}')
 RAW = [
     *(
         (path, data, "the body is empty\n  hint: send a JSON object, such as {")
@@ -123,6 +132,14 @@ RAW = [
     *((path, data, "hint: send a JSON object, such as {") for path in ASKED for data in (b"[]", b'"hi"', b"3")),
     *((path, b"{}", 'model is missing\n  hint: send this field, which is required, as in {"model"') for path in ASKED),
     (TEXT, b'{"model": "small", "prompt": "hi"} x', "the body is not JSON: JSON is malformed: trailing characters"),
+    *((path, b'{"metadata": ' + b"[" * 9000, "nested too deeply\n  hint: send JSON with") for path in ASKED),
+    *(
+        (TEXT, b'{"model": "small", "prompt": "' + half + end, "half of a surrogate pair")
+        for half in HALVES
+        for end in ENDS
+    ),
+    (CHAT, b'{"model": "small", "messages": [{"role": "user", "content": "\\ud800"}]}', "half of a surrogate pair"),
+    (TEXT, b'{"model": "small", "prompt": "\\\\ud800', "the body is not JSON"),
     (CHAT, b'{"model": "small"}', "messages is missing\n  hint: send this field"),
     (CHAT, b'{"model": "small", "messages": [{"role": "user", "content": "\xff"}]}', "the body is not JSON"),
     (
@@ -230,6 +247,13 @@ def test_every_place_that_answers_400_is_reached_and_says_what_why_and_what_to_d
             await ask(at, CHAT, must, "the checkpoint has no tool-call format\n  hint: use tool_choice = auto")
         async with served([], chat=thinking()) as at:
             await ask(at, CHAT, must, "answers of this model begin with reasoning")
+        refused = MalformedRequest("request 7: the grammar is invalid", "it never ends", hint="simplify the grammar")
+        schema = {"messages": [USER], "model": MODEL, "response_format": {"type": "json_object"}}
+        async with served(policy=Failing(refused)) as at:
+            for body, field in ((schema, "response_format"), (json.loads(must), "tools")):
+                await ask(at, CHAT, json.dumps(body).encode(), f"the schema of {field}: it never ends")
+                answer = await at.http.post(CHAT, json={**body, "stream": True})
+                assert answer.json()["error"]["param"] == field
         for error, says in (
             (MalformedRequest("vLLM of engine-0 answered 400", "no such thing", hint="change it"), "no such thing"),
             (ContextFull("request 7 needs 300 tokens", "the context has 200", hint="shorten it"), "hint: shorten it"),

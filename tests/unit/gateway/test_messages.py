@@ -150,6 +150,18 @@ def test_tokens_are_counted_without_a_turn() -> None:
     run(work)
 
 
+def test_tokens_far_beyond_the_context_are_counted() -> None:
+    async def work() -> None:
+        async with served([], context_tokens=512) as at:
+            counts = []
+            for num in (100_000, 1_000_000):
+                talk: Any = [{"role": "user", "content": "x" * num}]
+                counts.append((await at.anthropic.messages.count_tokens(model=MODEL, messages=talk)).input_tokens)
+            assert counts[1] - counts[0] == len(qwen().encode("x" * 1_000_000)) - len(qwen().encode("x" * 100_000))
+
+    run(work)
+
+
 def test_a_tool_that_must_be_called_is_forced_by_a_grammar() -> None:
     async def work() -> None:
         async with served([said(CALLS)] * 3) as at:
@@ -190,10 +202,8 @@ def test_errors_have_anthropics_shape(stream: bool) -> None:
             assert full.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
             short: list[Any] = [{"role": "user", "content": "x y " * 14}]
             num = (await at.anthropic.messages.count_tokens(model=MODEL, messages=short)).input_tokens
-            assert 64 <= num < 100
-            counted = (
-                rf"prompt is too long: {num + 1} tokens > 64 maximum \({num} in the messages, 1 in the completion\)"
-            )
+            assert 64 < num < 100
+            counted = rf"prompt is too long: {num} tokens > 64 maximum \({num} in the messages\)"
             with pytest.raises(anthropic.BadRequestError, match=counted):
                 await at.anthropic.messages.create(**ask, messages=short)
             with pytest.raises(anthropic.NotFoundError) as missing:

@@ -144,6 +144,37 @@ def test_keys_have_rates_and_quotas_which_are_told_in_each_dialect() -> None:
     run(work)
 
 
+def test_several_answers_reserve_their_tokens_once_and_are_told_if_no_day_has_as_many() -> None:
+    async def work() -> None:
+        keys = Keys({"me": limits("k" * 20, tokens_per_day=100)})
+        async with served([said("a")] * 2, keys=keys, key="k" * 20) as at:
+            key, ask = keys.find(b"k" * 20), {"model": MODEL, "messages": USER, "max_tokens": 20}
+            for stream in (False, True):
+                refused = await at.http.post("/chat/completions", json={**ask, "n": 5, "stream": stream})
+                assert refused.status_code == 429
+                assert int(refused.headers["retry-after"]) > 1
+                message = refused.json()["error"]["message"]
+                assert "0 are used, 0 reserved for running requests, and this one may take 1" in message
+                assert "a day has fewer tokens" in message
+            assert (at.engine.requests, key.num_tokens, key.num_reserved) == ([], 0, 0)
+            answer = await at.http.post("/chat/completions", json={**ask, "n": 2})
+            assert (key.num_tokens, key.num_reserved) == (answer.json()["usage"]["total_tokens"], 0)
+
+    run(work)
+
+
+def test_what_a_request_has_reserved_is_not_awaited_by_itself() -> None:
+    key = Keys({"a": limits("k", tokens_per_day=100)}).find(b"k")
+    key.reserve(60)
+    with pytest.raises(RequestRefused, match="0 reserved for running requests, and this one may take 110") as refused:
+        key.reserve(50, own=60)
+    assert refused.value.retry_s > 1
+    assert "a day has fewer tokens" in refused.value.hint
+    with pytest.raises(RequestRefused, match="60 reserved for running requests, and this one may take 50") as waits:
+        key.reserve(50)
+    assert (waits.value.retry_s, waits.value.hint) == (1, "try again when those have ended")
+
+
 def test_a_minute_and_a_day_give_back_what_was_used() -> None:
     now = [1000.0]
     key = Keys(

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.parity import chats
+from tests.unit.harness.tokeniser import laptop_chat, laptop_tokenizer
 
 from etude.capture.streams import StreamedText
 from etude.grammars import Compiler
 from etude.harness import Call, ChatFormat
 from etude.harness.call_formats import DEEPSEEK, GLM, HERMES, KIMI, LLAMA, MINIMAX, CallFormat, call_format_of
-from etude.harness.commands import Parameter, Signature
+from etude.harness.commands import Parameter, Signature, write_words
 
 FORMATS = [HERMES, DEEPSEEK, KIMI, GLM, MINIMAX, LLAMA]
 EDIT = Signature(
@@ -257,3 +258,36 @@ def test_the_grammar_of_calls_allows_written_calls_and_none_of_a_wrong_type(
     assert not allows(Call("edit", {"path": "a", "line": "x"}))
     assert not allows(Call("edit", {"path": "a"}))
     assert not allows(Call("sl", {}))
+
+
+def test_a_forced_call_in_words_has_a_text_of_the_enum_or_const_of_its_tool(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    chat = laptop_chat()
+    laptop_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    texts = ["up", "two words", 'a "b"\n', "é", "null", ""]
+    properties = {
+        "first": {"enum": texts},
+        "other": {"type": "string", "const": "x"},
+        "last": {"type": ["string", "null"], "enum": [*texts, None]},
+    }
+    parameters = {"type": "object", "properties": properties, "required": ["first"]}
+    signatures = chat.signatures([{"type": "function", "function": {"name": "go", "parameters": parameters}}])
+    compiled = Compiler(tmp_path / "tokenizer.json", chat.vocab_size).compile(
+        chat.call_grammar(signatures, max_calls=1)
+    )
+
+    def allows(**arguments: str) -> bool:
+        matcher, words = compiled.copy(), write_words(arguments, signatures["go"]).values()
+        opening = int(chat.encode_call(Call("go", {}))[0])
+        for token in [opening, *chat.tokens.encode(" ".join(["go", *words]))]:
+            if not matcher.mask()[0][token]:
+                return False
+            matcher.consume(token)
+        return bool(matcher.mask()[1])
+
+    assert [text for text in texts if not allows(first=text, other="x")] == []
+    assert [text for text in texts if not allows(first="up", other="x", last=text)] == []
+    assert allows(first="up", last="two words")
+    assert not allows(first="down")
+    assert not allows(first="up", other="y")
+    assert not allows(first="up", other="x", last="down")

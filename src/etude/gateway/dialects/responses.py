@@ -196,7 +196,7 @@ def _echoed(data: bytes) -> dict[str, Any]:
     try:
         found = {name: msgspec.json.decode(fields[name]) for name in ECHOED if name in fields}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise not_json(error) from None
+        raise not_json(error, data) from None
     found["tools"] = None if tools == b"null" else _echoed_tools.read(tools, "tools")
     return {name: value for name, value in found.items() if value is not None}
 
