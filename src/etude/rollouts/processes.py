@@ -139,8 +139,8 @@ class Launcher:
         return ours
 
     def _end(self) -> None:
-        atexit.unregister(self._end)
         """End the launcher process. Raises `MachineError` if it has not ended within `END_S` seconds."""
+        atexit.unregister(self._end)
         sock, process = self._sock, self._process
         self._sock = self._process = None  # a process that does not end is not waited for again
         if sock is not None and process is not None:
