@@ -102,6 +102,17 @@ def port(text: str) -> int:
     return int(text)
 
 
+def origin(text: str) -> str:
+    """Convert an argument to an origin of web pages as browsers send it, scheme://host[:port] in small letters; or "*".
+
+    One final "/" is removed."""
+    found = text.lower().removesuffix("/")
+    host = r"[a-z0-9._-]+|\[[0-9a-f:.]+\]"
+    if text != "*" and not re.fullmatch(rf"[a-z][a-z0-9+.-]*://({host})(:[0-9]{{1,5}})?", found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an origin: write https://example.org, without a path, or *")
+    return found
+
+
 def cluster(text: str) -> str:
     """Check an argument that says where a run's processes run: "local", "ray", or the address of a Ray cluster."""
     if text not in (LOCAL, "ray") and not re.fullmatch(r"(ray://)?[A-Za-z0-9.:_\[\]-]+:[0-9]{1,5}", text):

@@ -16,6 +16,7 @@ from etude.cli.arguments import (
     add_unbounded_memory,
     cluster,
     group,
+    origin,
     output_file,
     port,
     positive,
@@ -344,6 +345,7 @@ def _add_model_commands(commands: Commands[Parser]) -> None:
     )
     serve.add_argument(
         "--cors",
+        type=origin,
         action="append",
         default=[],
         metavar="ORIGIN",

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextvars
 import json
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 
 from etude.cli.lost_text import lost_parts
 from etude.cli.rollout_tree import print_views
-from etude.config import read
+from etude.config import leaves, read
 from etude.dashboard.formatting import number
 from etude.environments import prepare
 from etude.environments.backends import runtime_from_config
@@ -34,11 +35,11 @@ from etude.harness import (
     standard_tools,
 )
 from etude.harness.chat import SPECIAL_TOKENS, Message
-from etude.harness.commands import Signature
+from etude.harness.commands import Signature, usage
 from etude.harness.episode import AgentRun
 from etude.loop.config import open_tasks
-from etude.loop.limits import build_config, smallest_call
-from etude.loop.preflight import build_images
+from etude.loop.limits import build_config, check_positions, smallest_call, start_model_config
+from etude.loop.preflight import build_images, last_rope_factor
 from etude.records import Completion, CompletionRequest, Task
 from etude.records.rollout import Ending, Start, TurnKind
 from etude.records.task import Split
@@ -46,6 +47,7 @@ from etude.records.view import RolloutView
 from etude.rollouts.endpoints import ENDED
 from etude.rollouts.scripted import scripted_completion
 from etude.rollouts.view import view_turns
+from etude.seams import TaskSource
 
 _LAST = ("submit", "finish", "done", "exit", "complete", "attempt_completion", "end")  # tools that end an agent
 _asked: contextvars.ContextVar[tuple[str, Mapping[str, Signature]]] = contextvars.ContextVar("the running request")
@@ -58,11 +60,19 @@ def check(args: argparse.Namespace) -> int:
     """Run one task through the config's agent program, and print the turns that would be trained.
 
     Returns exit code 1 when there is a problem. Notices do not change it."""
-    config = build_config(read(args.config, args.set))
+    given = read(args.config, args.set)
+    config = build_config(given)
+    if config.start is not None:
+        check_positions(
+            start_model_config(config.start),
+            context_tokens=config.engine.context_tokens,
+            rope_factor=last_rope_factor(config),
+            given=leaves(given),
+        )
     script = None if args.answers is None else Script(args.answers, _read_answers(args.answers))
     answer = _first_tool() if script is None else script.answer
     asyncio.run(build_images(config, print))
-    task = open_tasks(config, canaries=False).task(Split(args.split), args.task)
+    task = _task(open_tasks(config, canaries=False), Split(args.split), args.task)
     with tempfile.TemporaryDirectory() as folder:
         chat = ChatFormat.load(config.start) if config.start is not None else _small_chat(task, Path(folder))
     episode, run = asyncio.run(_play(task, config.machines, config.harness, chat, answer))
@@ -84,20 +94,61 @@ def _read_answers(path: Path) -> list[tuple[int, str | Call]]:
     """Read a script, and return each answer with the number of its line, from 1.
 
     A line is a JSON text, or a call as ``{"name": ..., "arguments": {...}}``. Raises `InputError`."""
-    answers: list[tuple[int, str | Call]] = []
-    number = 0
+    hint = 'write one JSON value a line: "a text", or {"name": "run", "arguments": {"command": "ls"}}'
     try:
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            if line.strip():
-                one = json.loads(line)
-                answers.append(
-                    (number, one if isinstance(one, str) else Call(str(one["name"]), dict(one["arguments"])))
-                )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        where = f"line {number} of {path} is not a scripted answer" if number else f"{path} cannot be read"
-        hint = 'write one JSON value a line: "a text", or {"name": "run", "arguments": {"command": "ls"}}'
-        raise InputError(where, f"{type(error).__name__}: {error}", hint=hint) from None
+        lines = path.read_text().splitlines()
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read", str(error), hint=hint) from None
+    answers: list[tuple[int, str | Call]] = []
+    for at, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                answers.append((at, _scripted(line)))
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"line {at} of {path} is not a scripted answer", str(error), hint=hint) from None
+    if not answers:
+        raise InputError(f"{path} has no answers", "it is empty", hint=hint)
     return answers
+
+
+def _scripted(line: str) -> str | Call:
+    """Parse a line of a script. Raises `ValueError`, also for what is no JSON."""
+    try:
+        one = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"it is not JSON: {error}") from None
+    if isinstance(one, str):
+        return one
+    if not isinstance(one, dict):
+        raise ValueError(f"it is {_KINDS[type(one)]}, expected a text or an object")
+    for key, kind in (("name", str), ("arguments", dict)):
+        if key not in one:
+            raise ValueError(f"{key} is missing")
+        if not isinstance(one[key], kind):
+            raise ValueError(f"{key} is {_KINDS[type(one[key])]}, expected {_KINDS[kind]}")
+    return Call(one["name"], one["arguments"])
+
+
+_KINDS: dict[type, str] = {
+    str: "a text",
+    dict: "an object",
+    list: "a list",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
+
+
+def _task(source: TaskSource, split: Split, index: int) -> Task:
+    """Return a task of the source. Raises `InputError` if it has none of this index."""
+    size = source.size(split)
+    if not 0 <= index < (math.inf if size is None else size):
+        facts = "indices start at 0" if size is None else f"it has {number(size, 'task')}, with indices from 0"
+        raise InputError(
+            f"--task {index} is no task of the split {split}", facts, hint="give another --task or --split"
+        )
+    return source.task(split, index)
 
 
 def _small_chat(task: Task, folder: Path) -> ChatFormat:
@@ -173,14 +224,15 @@ class ObservedEpisode(Episode):
     def _goes_on(self, asked: list[Message], turn: ModelTurn) -> tuple[int, bool]:
         """Return `num_resampled` and `broken` of `Observed`. One that continues from a summary is not broken.
 
-        A new root continues an earlier conversation if it has messages of the model that no earlier request has
-        (others are examples in the prompt), or all messages of an earlier request and more."""
+        A new root continues an earlier conversation if it has messages of the model that no earlier request has, or
+        has as often (others are examples in the prompt), or all messages of an earlier request and more."""
         if turn.node.parent is not None:
             return turn.num_resampled, False
         texts = [str(message.get("content") or "") for message in asked]
         if any(summary in text for summary in self._summaries for text in texts):
             return 0, False
-        said = [one for one in asked if one["role"] == "assistant" and not any(one in p for p in self._prompts)]
+        own = [one for one in asked if one["role"] == "assistant"]
+        said = [one for one in own if all(p.count(one) < own.count(one) for p in self._prompts)]
         longer = any(len(one) < len(asked) and asked[: len(one)] == one for one in self._prompts)
         return turn.num_resampled, bool(turn.num_resampled or (self._prompts and said) or longer)
 
@@ -200,8 +252,8 @@ class ScriptedModel:
 
 
 class Script:
-    """The answers of the file `path`, each with the number of its line. `problems`: calls of tools that the answered
-    request did not offer."""
+    """The answers of the file `path`, each with the number of its line. `problems`: calls that do not fit the tools of
+    the answered request."""
 
     def __init__(self, path: Path, answers: Sequence[tuple[int, str | Call]]) -> None:
         self.problems: list[Problem] = []
@@ -210,13 +262,26 @@ class Script:
     def answer(self, last: str, signatures: Mapping[str, Signature]) -> str | Call:
         """Return the next answer of the script, or "ok" after the last one.
 
-        A call of a tool that is not in `signatures` is added to `problems`."""
+        A call of a tool that is not in `signatures`, or with wrong or missing arguments, is added to `problems`."""
         number, answer = next(self._left, (0, "ok"))
+        what = f"line {number} of {self._path} calls"
         if isinstance(answer, Call) and answer.name not in signatures:
-            what = f"line {number} of {self._path} calls {answer.name!r}, a tool that the request does not offer"
             hint = nearest(answer.name, signatures) if signatures else "script a text: the request has no tools"
-            self.problems.append(Problem(what, hint))
+            self.problems.append(Problem(f"{what} {answer.name!r}, a tool that the request does not offer", hint))
+        elif isinstance(answer, Call) and (wrong := _misfit(answer, signatures[answer.name])):
+            self.problems.append(Problem(f"{what} {answer.name!r} {wrong}", usage(signatures[answer.name])))
         return answer
+
+
+def _misfit(call: Call, signature: Signature) -> str:
+    """Return which arguments of a call its tool does not take, or which are missing; "" if the names fit."""
+    known = [one.name for one in signature.parameters]
+    schema = {} if signature.given is None else signature.given["function"].get("parameters") or {}
+    closed = schema.get("additionalProperties", False) is False
+    unknown = [name for name in call.arguments if closed and name not in known]
+    missing = [one.name for one in signature.parameters if one.required and one.name not in call.arguments]
+    parts = (("with the unknown argument", unknown), ("without the required argument", missing))
+    return " and ".join(f"{what}{'s' * (len(names) > 1)} {', '.join(names)}" for what, names in parts if names)
 
 
 def _first_tool() -> Answer:

@@ -109,6 +109,9 @@ def show(args: argparse.Namespace) -> int:
     if not views:
         known = {*_training_ids(run), *(row.rollout_id for _, rows in _evaluations(run) for row in rows)}
         close = nearest(args.rollout_id, known) + ", or " if difflib.get_close_matches(args.rollout_id, known) else ""
+        if members := sorted(one for one in known if one.startswith(f"{args.rollout_id}.")):
+            more = f" and {len(members) - 8} more" if len(members) > 8 else ""
+            close = f"it is a group of {', '.join(members[:8])}{more}, or "
         raise InputError(
             f"{run.path} has no rollout {args.rollout_id!r}",
             f"{number(len(known), 'rollout')} of training and evaluations",

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from etude.cli.locations import existing_path, newest_run, open_run
 from etude.cli.releases import CHANNEL, refuse_other_releases
-from etude.errors import InputError, nearest
+from etude.errors import InputError, WeightsError, nearest
 from etude.gateway import GatewayConfig, Keys
 from etude.numerics.config import ComputeDtype, Quantise
 from etude.releases.pointers import CANARY, STABLE, branch_version
@@ -25,6 +26,7 @@ from etude.scratch import ScratchDirectory
 from etude.seams import AnswerRecorder, FeedbackReceiver
 from etude.stores import open_store
 from etude.weights.chain.branches import list_branches
+from etude.weights.chain.history import pointer_key
 from etude.weights.chain.inspect import find
 
 if TYPE_CHECKING:
@@ -39,9 +41,12 @@ def serve(args: argparse.Namespace) -> int:
     With `--releases` the branches `stable` and `canary` are served; with `--fleet` the version of its engines."""
     from etude.loop import event_loop
 
-    models = dict(_named_model(text) for text in args.models)
-    if len(models) < len(args.models):
-        raise InputError("two models have the same name", hint="give them names: etude serve one=runs/a/x two=runs/b/x")
+    named = [_named_model(text) for text in args.models]
+    models = dict(named)
+    if len(models) < len(named):
+        [(name, _)] = Counter(name for name, _ in named).most_common(1)
+        hint = "give them names: etude serve one=runs/a/x two=runs/b/x"
+        raise InputError(f"two models have the same name: {name}", hint=hint)
     if not models:
         newest = newest_run().path
         models = {newest.resolve().name: (newest, "")}
@@ -52,6 +57,12 @@ def serve(args: argparse.Namespace) -> int:
         cors_origins=tuple(args.cors),
         summaries=not args.no_summaries,
     )
+    if args.key is not None and not args.key.strip():
+        raise InputError(
+            "--key is empty",
+            "without a key everyone could send requests",
+            hint="set the variable of the shell that should have the key, or remove --key to serve without one",
+        )
     key = args.key or os.environ.get("ETUDE_API_KEY")
     if args.keys and key:
         raise InputError(
@@ -60,6 +71,9 @@ def serve(args: argparse.Namespace) -> int:
             hint="add the key to the file of --keys",
         )
     keys = Keys.read(args.keys) if args.keys else Keys.of(key) if key else None
+    for option, folder in (("--capture", args.capture), ("--feedback", args.feedback and args.feedback.parent)):
+        if folder is not None:
+            _make_folder(option, folder)
     recorder = None
     if args.capture is not None:
         from etude.privacy import CaptureWriter
@@ -91,11 +105,36 @@ def _named_model(text: str) -> tuple[str, tuple[Path, str]]:
     name, given, place = text.partition("=")
     if not given or Path(text).exists():
         name, place = "", text
+    elif not name or not place:
+        missing = "path" if name else "name"
+        hint = "write NAME=PATH, or PATH alone; a variable of the shell may be empty"
+        raise InputError(f"{text!r} is not a model", f"it has no {missing}", hint=hint)
     path, version = place, ""
     if not Path(place).exists() and "@" in place:
         path, _, version = place.rpartition("@")
+        if not path or not version:
+            hint = "write RUN@STEP or RUN@BRANCH, or RUN alone; a variable of the shell may be empty"
+            raise InputError(f"{text!r} is not a model", f"it has no {'version' if path else 'run'}", hint=hint)
     found = existing_path(Path(path))
+    try:
+        pointer_key(CHANNEL, version)
+    except WeightsError as error:
+        hint = f"after @ comes a step or a branch; {error.hint}"
+        raise InputError(f"{text!r} is not a model", error.what, hint=hint) from None
     return name or found.resolve().name + f"@{version}" * bool(version), (found, version)
+
+
+def _make_folder(option: str, folder: Path) -> None:
+    """Create the folder of an option if it is missing. Raises `InputError` unless files can be created in it."""
+    reason = "it is not writable"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    else:
+        if os.access(folder, os.W_OK | os.X_OK):
+            return
+    raise InputError(f"{option} cannot use the folder {folder}", reason, hint="give a folder that you can write to")
 
 
 async def _serve(
@@ -107,7 +146,7 @@ async def _serve(
     feedback: FeedbackReceiver | None,
     args: argparse.Namespace,
 ) -> None:
-    from etude.loop.serving import forever, model_of_checkpoint, model_of_fleet, parts_of, serve
+    from etude.loop.serving import forever, model_of_checkpoint, model_of_fleet, parts_of, require_signed, serve
 
     fleet: str | None = args.fleet
     public_key: bytes | None = args.public_key
@@ -133,6 +172,9 @@ async def _serve(
             for source, (path, version) in zip(sources, models.values(), strict=True)
         ]
         sources, lines = zip(*found, strict=True)
+    if public_key is not None:
+        for source in sources:
+            require_signed(source, public_key)
     report = partial(print, file=sys.stderr)
     opened = [
         model_of_fleet(source, registry=fleet, gateway=gateway)

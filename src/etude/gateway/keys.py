@@ -134,11 +134,13 @@ class Keys:
                 raise ConfigError(
                     f"a limit of the key {name!r} is below 0", hint="give a positive number, or 0 for no limit"
                 )
-        if len({key.sha256.lower() for key in limits.values()}) < len(limits):
-            raise ConfigError("two names have the same key", hint="give each name a key of its own")
-        self._by_digest = {
-            key.sha256.lower(): KeyUse(name, key, clock=clock, wall=wall) for name, key in limits.items()
-        }
+        self._by_digest = dict[str, KeyUse]()
+        for name, key in limits.items():
+            use = KeyUse(name, key, clock=clock, wall=wall)
+            other = self._by_digest.setdefault(key.sha256.lower(), use)
+            if other is not use:
+                facts = f"[{other.name}] and [{name}]"
+                raise ConfigError("two names have the same key", facts, hint="give each name a key of its own")
 
     @staticmethod
     def of(key: str) -> Keys:

@@ -7,7 +7,7 @@ that is shorter than any tool call is useless. Both are checked before anything 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +72,12 @@ def start_model_config(checkpoint: Path) -> ModelConfig:
     try:
         raw = json.loads(path.read_text())
     except OSError:
-        raise ConfigError(
-            f"start = {str(checkpoint)!r} is not a checkpoint",
-            "it has no config.json",
-            hint="give a Hugging Face checkpoint directory",
-        ) from None
+        what, facts = f"start = {str(checkpoint)!r} is not a checkpoint", "it has no config.json"
+        hint = "give a Hugging Face checkpoint directory"
+        if (checkpoint / "run.json").is_file():
+            facts += "; it is a run"
+            hint = f"write its model with `etude export {checkpoint} DIR`, then set start = DIR"
+        raise ConfigError(what, facts, hint=hint) from None
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged", str(error), hint="copy or download the checkpoint again") from None
     if not isinstance(raw, dict):
@@ -87,6 +88,25 @@ def start_model_config(checkpoint: Path) -> ModelConfig:
         facts = f"{error.what}{': ' if error.facts else ''}{error.facts}"
         raise ConfigError(f"start = {str(checkpoint)!r} cannot be used", facts, hint=error.hint) from None
     return read_model_config(checkpoint) if config.mtp_heads else config
+
+
+def check_positions(
+    model: ModelConfig, *, context_tokens: int, rope_factor: float = 1.0, given: Collection[str] = ()
+) -> None:
+    """Check that a checkpoint's model has `context_tokens` positions, of which mid-training makes `rope_factor` times
+    as many.
+
+    `given`: the dotted names of the settings that the user set; the error names that one. Raises `ConfigError`."""
+    positions = model.extended(rope_factor).context_tokens
+    if context_tokens > positions:
+        name, lower = "engine.context_tokens", "lower it, and harness.context_tokens with it"
+        if "harness.context_tokens" in given and name not in given:  # `with_limits` made the engine's from it
+            name, lower = "harness.context_tokens", "lower it"
+        raise ConfigError(
+            f"{name} = {context_tokens} is too large",
+            f"the checkpoint has positions for {positions}",
+            hint=f"{lower}, or start from a model with a longer context",
+        )
 
 
 def first_tasks(source: TaskSource, splits: Sequence[Split]) -> list[Task]:

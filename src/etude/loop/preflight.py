@@ -28,7 +28,7 @@ from etude.inference.external.environment import SERVER_KINDS
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.devices import check_devices, check_foreign_device
 from etude.loop.engine_registry import check_listen
-from etude.loop.limits import check_limits, first_tasks, start_model_config
+from etude.loop.limits import check_limits, check_positions, first_tasks, start_model_config
 from etude.loop.locations import check_store, has_published, ledger_location, read_ledger
 from etude.loop.reward_settings import check_hints
 from etude.loop.rpc import MAX_FRAME_BYTES
@@ -111,7 +111,8 @@ def _check_model(config: RunConfig, *, adopted: bool, given: Collection[str], lo
             context_tokens=config.engine.context_tokens,
             numerics=config.numerics,
             lora_rank=config.learner.lora_rank,
-            rope_factor=config.mid_training.settings()[-1].rope_factor if config.mid_trains else 1.0,
+            rope_factor=last_rope_factor(config),
+            given=given,
             log=log,
         )
         check_mid_training(config, model, given, log)
@@ -254,6 +255,11 @@ def _name(run: RunFolder) -> str:
     return place.name if isinstance(place, Path) else "ledger on its server"
 
 
+def last_rope_factor(config: RunConfig) -> float:
+    """Return the factor by which the model of a run has more positions after mid-training; 1 without it."""
+    return config.mid_training.settings()[-1].rope_factor if config.mid_trains else 1.0
+
+
 def check_start(
     checkpoint: Path,
     *,
@@ -261,6 +267,7 @@ def check_start(
     numerics: NumericsConfig | None = None,
     lora_rank: int = 0,
     rope_factor: float = 1.0,
+    given: Collection[str] = (),
     log: Callable[[str], None] = lambda _: None,
 ) -> ModelConfig:
     """Check a Hugging Face directory as a run's starting checkpoint, and return its model config.
@@ -268,21 +275,15 @@ def check_start(
     It checks that etude supports the architecture; that every weight exists (from the headers of the files); that the
     layer sizes fit `numerics` (format of quantisation, tensor-parallel degree) and are larger than `lora_rank`; that
     the model has `context_tokens` positions, of which mid-training makes `rope_factor` times as many; and that there is
-    a tokeniser with a chat format. `log` is called with a line on layers that are left out. Raises `CheckpointError` or
-    `ConfigError`."""
+    a tokeniser with a chat format. `given`: as in `check_positions`. `log` is called with a line on layers that are
+    left out. Raises `CheckpointError` or `ConfigError`."""
     numerics = numerics or NumericsConfig()
     model = start_model_config(checkpoint)
     check_weights(checkpoint, model)
     check_blocks(model, numerics.quantise)
     check_rank(model, lora_rank)
     model.per_rank(numerics.degree)
-    positions = model.extended(rope_factor).context_tokens
-    if context_tokens > positions:
-        raise ConfigError(
-            f"engine.context_tokens = {context_tokens} is too large",
-            f"the checkpoint has positions for {positions}",
-            hint="lower it, and harness.context_tokens with it, or start from a model with a longer context",
-        )
+    check_positions(model, context_tokens=context_tokens, rope_factor=rope_factor, given=given)
     ChatFormat.load(checkpoint)
     report_unused_layers(checkpoint, model, log)
     return model

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from etude.capture import SummaryLimits
-from etude.errors import NoCheckpoint
+from etude.errors import InputError, NoCheckpoint, WeightsError
 from etude.gateway import GatewayConfig, Keys, ServedModel, create_app, serving
 from etude.gateway.app import Router
 from etude.harness import ChatFormat
 from etude.inference import Fleet, HttpEngine
 from etude.inference.config import EngineConfig
 from etude.inference.registry_client import FleetUpdater, fetch_requirements
-from etude.inference.registry_messages import environment_token
+from etude.inference.registry_messages import NO_VERSION, environment_token
 from etude.loop.config import read_config
 from etude.loop.exported_settings import summaries_of_checkpoint, summaries_of_run
 from etude.loop.locations import has_published, poll_arguments, weights_location
@@ -34,10 +34,13 @@ from etude.numerics.config import NumericsConfig
 from etude.records import Version
 from etude.run import RunFolder
 from etude.scratch import ScratchDirectory
-from etude.seams import AnswerRecorder, FeedbackReceiver
+from etude.seams import AnswerRecorder, EngineInfo, FeedbackReceiver
 from etude.stores import open_store
 from etude.telemetry import Telemetry
+from etude.weights.chain.history import head, pointer_key
 from etude.weights.chain.inspect import require_pointer
+
+_CHANNEL = "policy"
 
 
 class ModelSource(NamedTuple):
@@ -92,8 +95,9 @@ async def model_of_checkpoint(
 ) -> AsyncIterator[ServedModel]:
     """Run an engine with a checkpoint while the block runs. Yields the model for `serve`.
 
-    With `public_key` only versions with this key's signature are served. `log` is called with a line on layers of the
-    checkpoint that are left out. Raises `NoCheckpoint`, `CheckpointError`."""
+    With `public_key` only versions of the store with this key's signature are served, and never the checkpoint's own
+    weights: `WeightsError` if the engine cannot load such a version (see `require_signed`). `log` is called with a line
+    on layers of the checkpoint that are left out. Raises `NoCheckpoint`, `CheckpointError`."""
     checkpoint, store = source.checkpoint, source.store
     if not (checkpoint / "config.json").is_file():
         raise NoCheckpoint(
@@ -119,6 +123,8 @@ async def model_of_checkpoint(
 
         async def on_up(child: Child) -> None:
             engines.append(HttpEngine(await read_url(ready_file, child.pid), token=environment_token()))
+            if public_key and store:
+                _require_published(await engines[-1].info())
             fleet.add("engine", engines[-1])
 
         async def answers(_: Child) -> None:
@@ -152,6 +158,35 @@ async def model_of_fleet(source: ModelSource, *, registry: str, gateway: Gateway
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         await follower.close()
+
+
+def require_signed(source: ModelSource, public_key: bytes) -> None:
+    """Raise `InputError` unless the version of a run that is to be served is signed with a key (32 bytes).
+
+    Raises `WeightsError` for a damaged pointer, and `StoreError`."""
+    assert source.store is not None, "a checkpoint has no signature"
+    store = open_store(str(source.store), readonly=True)
+    key, pointer = pointer_key(_CHANNEL, source.branch), head(store, _CHANNEL, source.branch)
+    if pointer is None:
+        hint = f"create it: etude weights point {source.store} VERSION --branch {source.branch}"
+        raise InputError(f"no version of {source.name} is signed with this key", f"there is no {key}", hint=hint)
+    try:
+        head(store, _CHANNEL, source.branch, public_key=public_key)
+    except WeightsError as error:
+        raise InputError(
+            f"no version of {source.name} is signed with this key",
+            f"{key} names {pointer.head.version}: {error.facts}",
+            hint="give the public key that etude weights key printed for the run's stores.signing_key, or remove"
+            " --public-key",
+        ) from None
+
+
+def _require_published(info: EngineInfo) -> None:
+    """Raise `WeightsError` if an engine still has the weights of its checkpoint, which nobody signed."""
+    if info.version is None or info.version.incarnation == NO_VERSION.incarnation:
+        facts = info.trouble or "it has the weights of its checkpoint"
+        hint = "check that the store can be read, and that who publishes signs with the key; then start again"
+        raise WeightsError("the engine could not load a signed version", facts, hint=hint)
 
 
 def _served(

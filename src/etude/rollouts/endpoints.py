@@ -307,7 +307,9 @@ class RolloutEndpoints:
                 return json_response({})
         except (OSError, ValueError, binascii.Error) as error:
             code = "not_found" if isinstance(error, FileNotFoundError) else "refused"
-            facts, hint = str(error) or type(error).__name__, "check the path, and the base64 of content"
+            facts, hint = str(error) or type(error).__name__, f"check {_GIVEN[what]}"
+            if isinstance(error, binascii.Error):
+                hint = "send content in base64"
             raise RequestRefused(400, f"the machine could not {what}", facts, hint=hint, code=code) from None
         except MachineError as error:
             self._episode.failure = self._episode.failure or error
@@ -337,6 +339,9 @@ class RolloutEndpoints:
                 "truncated": result.truncated,
             }
         )
+
+
+_GIVEN = {"exec": "command, cwd and env", "read": "the path", "write": "the path"}
 
 
 class _Order(msgspec.Struct):

@@ -16,6 +16,7 @@ import json
 import os
 import shlex
 import sys
+import time
 import urllib.error
 import urllib.request
 from typing import Any
@@ -50,9 +51,15 @@ def main() -> None:
         call("write", path=words[1], content=base64.b64encode(sys.stdin.buffer.read()).decode())
     else:
         command = words[1] if words[0] in ("-c", "-lc") else shlex.join(words) if len(words) > 1 else words[0]
+        begun = time.monotonic()
         done = call("exec", command=command, stdin=sys.stdin.read() if interactive else "")
         sys.stdout.write(done["output"])
         sys.stdout.flush()
+        if done["truncated"]:
+            print("etude-machine: the output was too long, and its middle was left out", file=sys.stderr)
+        if done["timed_out"]:
+            after_s = round(time.monotonic() - begun, 1)
+            print(f"etude-machine: killed after {after_s:g} s (harness.tool_deadline_s)", file=sys.stderr)
         sys.exit(done["exit_code"])
 
 

@@ -107,7 +107,7 @@ class Launcher:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [*self._command, str(theirs.fileno()), *self._modules]
-            self._process = subprocess.Popen(
+            process = self._process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -117,7 +117,15 @@ class Launcher:
         self._sock = ours
         atexit.register(self._end)
         ours.settimeout(START_S)
-        report = json.loads(ours.recv(4096))
+        if not (data := ours.recv(4096)) and self._modules:
+            self._end()
+            if (code := process.returncode) >= 0:  # not killed, as for too little memory
+                raise ConfigError(
+                    "harness.program.warm needs a Python interpreter as the first word of harness.program.argv",
+                    f"{self._command[0]} ended with exit code {code} before it had imported {self._modules[0]}",
+                    hint='write "{python}" there for the interpreter of etude, or leave warm out',
+                )
+        report = json.loads(data)
         if "error" in report:
             self._end()
             facts = f"{self._command[0]} cannot import {', '.join(self._modules)}: {report['error']}"
@@ -131,8 +139,8 @@ class Launcher:
         return ours
 
     def _end(self) -> None:
-        atexit.unregister(self._end)
         """End the launcher process. Raises `MachineError` if it has not ended within `END_S` seconds."""
+        atexit.unregister(self._end)
         sock, process = self._sock, self._process
         self._sock = self._process = None  # a process that does not end is not waited for again
         if sock is not None and process is not None:

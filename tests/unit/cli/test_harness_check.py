@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from etude import cli as etude
-from etude.cli.harness import Script
+from etude.cli.harness import Script, _read_answers
+from etude.errors import InputError
 from etude.harness import Call
+from etude.harness.commands import Parameter, Signature
+from etude.models.config import ModelConfig
 
 AGENT = Path(__file__).parents[3] / "examples" / "command" / "agent.py"
 CONFIG = """
@@ -86,6 +89,11 @@ STATUS = [
     ("body", "says"),
     [
         ("turns(3, 'it is {turn} o clock')", ["turns [1, 2] do not continue any", "(3 sampled replies", "a time, a"]),
+        (
+            "real = post; post = lambda m: real(m) and dict(role='assistant', content='well')\n"
+            "turns(3, 'it is {turn} o clock')",
+            ["turns [1, 2] do not continue any earlier turn of the model\n"],
+        ),
         ("turns(2, keep=False)", ["turns [1] do not continue any", "changed or dropped"]),
         (
             "post([], '/chat/completion')",
@@ -154,6 +162,68 @@ def test_a_script_of_answers_is_said_in_order(check: Callable[..., tuple[int, st
     assert code == 2
     assert f"line 3 of {answers} is not a scripted answer" in said
     assert 'hint: write one JSON value a line: "a text", or {"name": "run"' in said
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"name": "bash"}', "line 1 of {}: arguments is missing"),
+        ('{"arguments": {}}', "line 1 of {}: name is missing"),
+        ('{"name": 3, "arguments": {}}', "name is a number, expected a text"),
+        ('{"name": "bash", "arguments": "ls"}', "arguments is a text, expected an object"),
+        ('{"name": "bash", "arguments": 3}', "arguments is a number, expected an object"),
+        ('{"name": "bash", "arguments": ["ls"]}', "arguments is a list, expected an object"),
+        ("true", "it is true or false, expected a text or an object"),
+        ("[" * 100_000, "is not a scripted answer"),
+        ("\n", "has no answers: it is empty"),
+    ],
+)
+def test_an_answer_in_another_form_is_told_what_is_wrong(tmp_path: Path, line: str, says: str) -> None:
+    path = tmp_path / "answers"
+    path.write_text(line)
+    with pytest.raises(InputError) as refused:
+        _read_answers(path)
+    assert says.replace("of {}", f"of {path} is not a scripted answer") in str(refused.value)
+
+
+def test_a_scripted_call_with_other_arguments_than_the_tools_is_a_problem(tmp_path: Path) -> None:
+    run = Signature("run", "", (Parameter("command"), Parameter("wait", required=False)))
+    schema = {"properties": {}, "additionalProperties": True}
+    free = Signature.from_openai({"type": "function", "function": {"name": "free", "parameters": schema}})
+    calls = [
+        Call("run", {"command": "ls"}),
+        Call("run", {"cmd": "ls", "dir": "."}),
+        Call("run", {"wait": "1"}),
+        Call("free", {"any": 1}),
+    ]
+    script = Script(tmp_path, list(enumerate(calls, 1)))
+    for _ in calls:
+        script.answer("begin", {"run": run, "free": free})
+    assert [one.what.removeprefix("line ") for one in script.problems] == [
+        f"2 of {tmp_path} calls 'run' with the unknown arguments cmd, dir and without the required argument command",
+        f"3 of {tmp_path} calls 'run' without the required argument command",
+    ]
+    assert script.problems[0].hint == "usage: run COMMAND WAIT"
+
+
+def test_a_task_that_does_not_exist_is_bad_input(check: Callable[..., tuple[int, str]]) -> None:
+    code, said = check(["true"], "--task", "-1")
+    assert code == 2
+    assert "--task -1 is no task of the split train: indices start at 0" in said
+
+
+def test_a_start_is_refused_as_by_run(check: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    start = ["--set", f"start={json.dumps(str(tmp_path))}"]
+    (tmp_path / "config.json").write_text(json.dumps(ModelConfig(context_tokens=512).to_hf()))
+    code, said = check(["true"], *start, "--set", "harness.context_tokens=100000")
+    assert code == 2
+    assert "harness.context_tokens = 100000 is too large: the checkpoint has positions for 512" in said
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "run.json").write_text("{}")
+    code, said = check(["true"], *start)
+    assert code == 2
+    assert "is not a checkpoint: it has no config.json; it is a run\n" in said
+    assert f"hint: write its model with `etude export {tmp_path} DIR`, then set start = DIR" in said
 
 
 def test_a_scripted_call_of_a_tool_that_is_not_offered_is_named_with_its_line(

@@ -95,6 +95,7 @@ def test_the_history_of_a_rollout_has_dates(capsys: pytest.CaptureFixture[str]) 
     [
         ("show nosuch", "runs/a has no rollout 'nosuch': 2 rollouts of training and evaluations\n  hint: list them"),
         ("show heldout00001.0", "hint: did you mean 'heldout000001.0'?, or list them"),
+        ("show heldout000001", "hint: it is a group of heldout000001.0, or list them"),
         ("list --eval beofre", "did you mean 'before'?"),
         ("list --eval before --state trained", "--state and --eval cannot be used together"),
         ("show g000003.0 a", "the run comes first: etude rollouts show a g000003.0"),

@@ -266,7 +266,7 @@ def test_no_number_of_requests_at_once_takes_more_than_the_quota_of_a_key() -> N
         ('[a]\nsha256 = "abc"', "a.sha256 is not a SHA-256"),
         (f'[a]\nsha256 = "{"0" * 64}"\ntokens_per_dya = 3', "tokens_per_dya"),
         ("[a]\nrequests_per_minute = 3", r"\[a\]: .* `sha256`"),
-        (f'[a]\nsha256 = "{"0" * 64}"\n[b]\nsha256 = "{"0" * 64}"', "two names have the same key"),
+        (f'[a]\nsha256 = "{"0" * 64}"\n[b]\nsha256 = "{"0" * 64}"', r"the same key: \[a\] and \[b\]\n"),
         (f'[a]\nsha256 = "{"0" * 64}"\nrequests_per_minute = -1', "below 0"),
         ("[a", "not valid TOML"),
     ],

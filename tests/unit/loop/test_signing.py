@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.parity import chats
 
 from etude.cli import main
 from etude.config import build, to_toml
 from etude.errors import EngineError, InputError, WeightsError
-from etude.inference.config import EngineKind
+from etude.gateway import GatewayConfig
+from etude.inference import Fleet
+from etude.inference.config import EngineConfig, EngineKind
 from etude.inference.serving import apply_public_key
 from etude.loop.config import RunConfig
 from etude.loop.engine_registry import required_of_engines
@@ -19,6 +23,7 @@ from etude.loop.learner import LearnerProcess
 from etude.loop.locations import weights_store
 from etude.loop.preflight import preflight
 from etude.loop.run_processes import engine_argv
+from etude.loop.serving import model_of_checkpoint, parts_of
 from etude.models import Transformer
 from etude.models.checkpoint import save_model
 from etude.models.config import ModelConfig
@@ -139,3 +144,31 @@ def test_a_checkpoint_that_nobody_signed_is_not_served_as_signed(
     said = capsys.readouterr().err
     assert "--public-key needs the weights of a run" in said
     assert "hint:" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signed", [True, False])
+def test_an_engine_that_must_serve_signed_weights_never_serves_those_of_its_checkpoint(
+    tmp_path: Path, key: Path, signed: bool
+) -> None:
+    run, config = run_of(tmp_path, key if signed else None)
+    chats.make(run / "checkpoints" / "mid", "qwen")
+    (run / "checkpoints" / "mid" / "SHA256SUMS").unlink()  # it does not list the tokeniser
+    learning = LearnerProcess(run, config, Telemetry(run / "events" / "learner.jsonl", process="learner"))
+    learning.begin(str(run / "checkpoints" / "mid"))
+    learning.offer(())
+    published = learning.published().version
+    source = parts_of(run.path, "tiny")._replace(engine=EngineConfig(device="cpu"))
+
+    async def serve() -> None:
+        gateway = GatewayConfig(port=0)
+        async with model_of_checkpoint(source, public_key=SIGNER.public_key, gateway=gateway) as model:
+            assert isinstance(model.policy, Fleet)
+            assert (await model.policy.engines["engine"].info()).version == published
+
+    if signed:
+        asyncio.run(serve())
+    else:
+        with pytest.raises(WeightsError, match="could not load a signed version") as refused:
+            asyncio.run(serve())
+        assert "it has no signature" in refused.value.facts

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -332,6 +333,8 @@ def test_a_warm_program_has_its_modules_at_once_and_its_own_world() -> None:
     assert b"bad" in run.log
     with pytest.raises(ConfigError, match="cannot import no_such_module"):
         play(argv, settings={"warm": ["no_such_module"]})
+    with pytest.raises(ConfigError, match=r"needs a Python interpreter .*sleep ended with exit code 1 before it had"):
+        play(["sleep", "100"], settings={"warm": ["decimal"]})
 
 
 def test_warm_modules_are_imported_with_the_variables_that_all_rollouts_share(tmp_path: Path) -> None:
@@ -410,6 +413,26 @@ for words, given in ((["cat"], {"stdin": never_closed}), (["-i", "cat"], {"input
 """
     run = play(script, machine=Echo({}))
     assert b"b'read: '\nb'read: given'\n" in run.log, run.log
+
+
+def test_a_command_that_was_killed_or_said_too_much_says_so_on_standard_error() -> None:
+    class Slow(MemoryMachine):
+        async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
+            late = argv[-1] == "late"
+            return ExecResult(exit_code=137, output=b"", timed_out=late, truncated=not late, wall_s=0.0)
+
+    script = """
+import subprocess
+for word in ("late", "--read", "long"):
+    words = [word, "nofile"] if word == "--read" else [word]
+    print(subprocess.run(["etude-machine", *words], stderr=subprocess.PIPE, text=True, timeout=300).stderr)
+"""
+    said = play(script, machine=Slow({})).log.decode().removeprefix("etude: output of the program:\n")
+    late, read, long = said.split("\n\n")[:3]
+    assert re.fullmatch(r"etude-machine: killed after [\d.]+ s \(harness.tool_deadline_s\)", late)
+    assert "could not read" in read
+    assert "base64" not in read
+    assert long == "etude-machine: the output was too long, and its middle was left out"
 
 
 def test_a_machine_that_fails_is_a_failure() -> None:
