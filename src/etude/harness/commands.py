@@ -147,11 +147,14 @@ def write_words(arguments: Mapping[str, Any], signature: Signature | None = None
 
     >>> write_words({"line": 3, "path": "a b.py"}, Signature("cat", "", (Parameter("path"), Parameter("line"))))
     {'path': '"a b.py"', 'line': '3'}
+    >>> write_words({"path": "a b.py"}, Signature("cat", "", (Parameter("path"), Parameter("line", required=False))))
+    {'path': '"a b.py"'}
     """
     names = list(arguments) if signature is None else [p.name for p in signature.parameters]
+    last = names[-1] if names else ""  # it is the rest of the line: no other may be written without quotes
     while names and names[-1] not in arguments:
         names.pop()
-    words = {n: _word(arguments.get(n), last=n == names[-1]) for n in names}
+    words = {n: _word(arguments.get(n), last=n == last) for n in names}
     words.update({n: _word(v, last=False) for n, v in arguments.items() if n not in words})
     return words
 
