@@ -41,7 +41,7 @@ def test_a_baseline_does_not_depend_on_the_reward_of_its_own_episode(
     moved = [(now[0][0], now[0][1] + 0.5), *now[1:]]
     assert baselines.baselines(moved)[0] == pytest.approx(baselines.baselines(now)[0], abs=1e-9)
     assert all(map(math.isfinite, baselines.advantages(now)))
-    assert all(-1.0 <= one <= 1.0 for one in baselines.baselines(now))
+    assert all(abs(one) <= 1.0 + 1e-9 for one in baselines.baselines(now))  # a mean of rewards, but for rounding
 
 
 def test_equal_rewards_of_all_kinds_give_no_advantage_and_a_better_one_is_positive() -> None:
