@@ -164,3 +164,14 @@ class PlayedRun:
         ledger.close()
         found.require_sound()
         assert found.num_steps == steps
+
+
+async def cut_off(run: PlayedRun, reached: Callable[[], asyncio.Event]) -> None:
+    """Train until an event, `reached` when the conductor is up, and end there, as if the process had been killed."""
+    async with run.conductor() as conductor:
+        training = asyncio.create_task(conductor.reinforce())
+        async with asyncio.timeout(600.0):
+            await reached().wait()
+        training.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await training

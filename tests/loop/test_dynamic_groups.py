@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.played_run import PlayedRun, Players
+from tests.played_run import PlayedRun, Players, cut_off
 
 from etude.experience import SCHEMES, Credit, Ledger
 from etude.experience.recomputing import recompute, recorded_composition
@@ -134,16 +133,7 @@ def test_a_run_that_is_cut_off_between_the_stages_goes_on_to_the_same_weights(ru
     whole = played(run("whole", "experience.max_lag=0"))
     made = run("cut", "experience.max_lag=0")
 
-    async def cut() -> None:
-        async with PlayedRun(made.folder, made.config, players=Stuck).conductor() as conductor:
-            training = asyncio.create_task(conductor.reinforce())
-            async with asyncio.timeout(600.0):
-                await Stuck.reached.wait()
-            training.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await training
-
-    asyncio.run(cut())
+    asyncio.run(cut_off(PlayedRun(made.folder, made.config, players=Stuck), lambda: Stuck.reached))
     again = played(made)
     assert again["digests"][-1] == whole["digests"][-1]
     assert again["states"] == whole["states"]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from tests.played_run import PlayedRun, Players
+from tests.played_run import PlayedRun, Players, cut_off
 
 from etude.experience import SCHEMES, Credit, Ledger
 from etude.experience.recomputing import recompute, recorded_composition
@@ -118,14 +117,5 @@ def test_a_run_with_continuations_trains_shared_turns_once_and_goes_on_to_the_sa
     assert [event["continuations"] for event in steps] == [GROUPS * (FORKS - 1)] * STEPS
     assert [event["reward_mean"] for event in steps] == [0.5] * STEPS, "one continuation counts for the mean"
 
-    async def cut() -> None:
-        async with PlayedRun(made.folder, made.config, players=Stuck).conductor() as conductor:
-            training = asyncio.create_task(conductor.reinforce())
-            async with asyncio.timeout(600.0):
-                await Stuck.reached.wait()
-            training.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await training
-
-    asyncio.run(cut())
+    asyncio.run(cut_off(PlayedRun(made.folder, made.config, players=Stuck), lambda: Stuck.reached))
     assert played(made) == (digests, states)

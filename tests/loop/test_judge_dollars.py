@@ -13,6 +13,8 @@ from tests.played_run import PlayedRun
 
 from etude.dashboard import RunView, summarise
 from etude.dashboard.report import page
+from etude.errors import StoreError
+from etude.rewards.judges.store import JudgeStore
 from etude.telemetry import read_events
 
 SETS = ("rl.checkpoint_every=50", "evals.every=50", "experience.max_lag=0", "experience.groups_per_step=2")
@@ -23,7 +25,8 @@ def judge() -> Iterator[ScriptedJudge]:
     yield from judge_in_a_thread()
 
 
-def test_a_runs_report_tells_what_its_judges_have_cost(tmp_path: Path, game: Any, judge: ScriptedJudge) -> None:
+def trained(tmp_path: Path, game: Any, judge: ScriptedJudge) -> PlayedRun:
+    """A run of two steps whose rewards have a term of a judge with prices."""
     (tmp_path / "facts.toml").write_text('[[aspects]]\nname = "facts"\nquestion = "How many facts?"\n')
     (tmp_path / "prices.toml").write_text("[models.m]\ninput = 2.0\noutput = 2.0\ncached_input = 2.0\n")
     kind = f"kind='judge', rubric='{tmp_path}/facts.toml', url='{judge.url}/v1', model='m'"
@@ -36,7 +39,31 @@ def test_a_runs_report_tells_what_its_judges_have_cost(tmp_path: Path, game: Any
             await conductor.reinforce()
 
     asyncio.run(main())
-    found = [one["judge_dollars"] for one in read_events(run.folder / "events") if one["kind"] == "rl.step"]
-    assert 0.0 < found[0] <= found[1]
-    assert summarise(run.folder.path)["rl"]["judge_dollars"] == found[1]
+    return run
+
+
+def spent(run: PlayedRun) -> list[float | None]:
+    return [one["judge_dollars"] for one in read_events(run.folder / "events") if one["kind"] == "rl.step"]
+
+
+def test_a_runs_report_tells_what_its_judges_have_cost(tmp_path: Path, game: Any, judge: ScriptedJudge) -> None:
+    run = trained(tmp_path, game, judge)
+    first, second = spent(run)
+    assert first is not None
+    assert second is not None
+    assert 0.0 < first <= second
+    assert summarise(run.folder.path)["rl"]["judge_dollars"] == second
     assert "all answers for reward terms of RL" in page(RunView(run.folder.path))
+
+
+def test_a_run_whose_accounts_of_judges_cannot_be_read_goes_on_and_the_cost_is_unknown(
+    tmp_path: Path, game: Any, judge: ScriptedJudge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(self: JudgeStore) -> list[Any]:
+        raise StoreError("the accounts cannot be read", hint="free space on the disk")
+
+    monkeypatch.setattr(JudgeStore, "accounts", unreadable)
+    run = trained(tmp_path, game, judge)
+    assert spent(run) == [None, None]
+    assert summarise(run.folder.path)["rl"]["judge_dollars"] is None
+    assert "all answers for reward terms of RL" not in page(RunView(run.folder.path))

@@ -278,7 +278,9 @@ class Conductor:
         await self.ledger_thread(self.ledger.commit, batch.rollout_ids, published.version)
         self._on_published(published)
         if terms := self.rewards.at(batch.step).terms:
-            facts["judge_dollars"] = await asyncio.to_thread(judge_dollars, terms, self.run_folder)
+            facts["judge_dollars"] = None  # unknown, if the accounts cannot be read: no reason to end the run
+            with contextlib.suppress(EtudeError):
+                facts["judge_dollars"] = await asyncio.to_thread(judge_dollars, terms, self.run_folder)
         self.telemetry.event("rl.step", step=batch.step, num_steps=self.config.rl.steps, **facts)
         probe = self.probe.run(dict(self.processes.engines), published, learner_logprobs, remote=self.processes.remote)
         tasks.create_task(probe, name=f"probe of {published.version}")
