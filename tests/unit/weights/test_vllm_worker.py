@@ -33,11 +33,11 @@ class Worker(WorkerExtension):
                 "b.experts.w13_weight": self.w13,
                 "b.experts.w2_weight": self.w2,
             },
-            [
-                (("a.qkv_proj.weight",), partial(self.packed.append, "qkv")),
-                (("head.weight",), partial(self.packed.append, "head")),
-                (("b.experts.w13_weight", "b.experts.w2_weight"), partial(self.packed.append, "experts")),
-            ],
+            {
+                ("a.qkv_proj.weight",): partial(self.packed.append, "qkv"),
+                ("head.weight",): partial(self.packed.append, "head"),
+                ("b.experts.w13_weight", "b.experts.w2_weight"): partial(self.packed.append, "experts"),
+            },
         )
         self.etude_weight_sync = _WeightSync(partial(Follower, store, can_undo=False), memory, ROWS, 0)
 
