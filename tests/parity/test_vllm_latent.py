@@ -19,8 +19,10 @@ from etude.models import ModelConfig, Transformer
 from etude.models.checkpoint import save_model
 from etude.models.components import Latent, Routing, Scores, Yarn
 from etude.models.weight_views import hf_views
+from etude.records.adapter import B
 from etude.records.completion import CompletionRequest, Sampling, Version
 from etude.stores import DirectoryStore
+from etude.training import LearnerConfig, TorchLearner
 from etude.training.config import LiveWeights
 from etude.training.exports import export
 from etude.weights import Channel
@@ -53,7 +55,7 @@ def ask(name: str, max_tokens: int) -> CompletionRequest:
     return CompletionRequest(request_id=name, session_id=name, prompt_ids=prompt.astype(np.int32), sampling=sampling)
 
 
-async def check(engine: ExternalEngine, vllm: VllmProcess, version: Version, model: Transformer) -> None:
+async def check(engine: ExternalEngine, vllm: VllmProcess, version: Version, model: torch.nn.Module) -> None:
     """Every byte is the version's, and so are the log-probabilities of prompts and of decoded tokens, and the routes."""
     assert [wrong for rank in await vllm.call("etude_check") for wrong in rank] == []
     held, scored = await engine.verify(TEXT)
@@ -104,6 +106,31 @@ def test_swaps_of_latent_attention_under_requests_write_every_tensor_and_compute
     arguments = [f"--tensor-parallel-size={ranks}"]
     with vllm_server.serving(tmp_path / "model", CONFIG, arguments=arguments) as vllm:
         asyncio.run(story(vllm))
+
+
+def test_adapters_are_merged_into_the_matrices_of_latent_attention(tmp_path: Path) -> None:
+    save_model(random_model(0), tmp_path / "model", dtype="f32")
+    store = DirectoryStore(tmp_path / "store")
+    settings = LearnerConfig(weights=LiveWeights.F32, lora_rank=4, lora_alpha=8.0)
+    learner = TorchLearner(settings, channel=Channel(store))
+    learner.load(tmp_path / "model")
+
+    async def story(vllm: VllmProcess) -> None:
+        for step in range(2):
+            learner.step = step
+            for name, view in learner.trainable.views().items():
+                if name.endswith(B):
+                    view.normal_(0.0, 0.05 * (step + 1), generator=torch.Generator().manual_seed(len(name)))
+            learner.trainable.sync_model()
+            version = learner.publish([]).version
+            folders = (tmp_path / "model", CONFIG, store, tmp_path / "store")
+            async with asyncio.timeout(400), vllm_server.following(vllm, *folders) as engine:
+                await check(engine, vllm, version, learner.model)
+
+    with vllm_server.serving(tmp_path / "model", CONFIG) as vllm:
+        asyncio.run(story(vllm))
+    adapted = {name.split(".")[-3] for name in learner.trainable.views()}
+    assert {"q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj"} <= adapted
 
 
 def test_latents_of_other_sizes_are_refused_by_name_on_a_cpu(tmp_path: Path) -> None:
