@@ -56,7 +56,7 @@ def ask(name: str, max_tokens: int) -> CompletionRequest:
 
 
 async def check(engine: ExternalEngine, vllm: VllmProcess, version: Version, model: torch.nn.Module) -> None:
-    """Every byte is the version's, and so are the log-probabilities of prompts and of decoded tokens, and the routes."""
+    """Every byte is the version's; so are the log-probabilities of prompts and of decoded tokens, and the routes."""
     assert [wrong for rank in await vllm.call("etude_check") for wrong in rank] == []
     held, scored = await engine.verify(TEXT)
     assert held == version

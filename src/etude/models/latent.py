@@ -27,6 +27,7 @@ from etude.numerics.lora import with_lora_gradient
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import SINGLE_RANK, Parallel
 
+
 class LatentAttention(nn.Module):
     """Multi-head latent attention (MLA): the keys and values of all heads are projections of one vector per token, the
     latent.
