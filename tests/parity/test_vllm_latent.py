@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,11 +30,12 @@ from etude.training.exports import export
 from etude.weights import Channel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), vllm_server.NEEDS_VLLM]
+LATENT = Latent(kv_rank=512, nope_dim=16, rope_dim=64, value_dim=24, q_rank=48)
 SIZES = ModelConfig(
     family="deepseek_v3", vocab_size=256, hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=80,
     dense_layers=(0,), dense_size=96, expert_size=64, num_experts=8, top_k=3, num_shared=1, context_tokens=256,
     routing=Routing(Scores.SIGMOID, scaling=2.5, num_groups=4, top_groups=2),
-    latent=Latent(kv_rank=512, nope_dim=16, rope_dim=64, value_dim=24, q_rank=48),
+    latent=LATENT,
     yarn=Yarn(factor=4.0, original_tokens=64, mscale=1.0, mscale_all_dim=1.0),
 )  # fmt: skip
 TEXT = [(7 * i * i + 3 * i) % 256 for i in range(128)]
@@ -133,11 +136,16 @@ def test_adapters_are_merged_into_the_matrices_of_latent_attention(tmp_path: Pat
     assert {"q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj"} <= adapted
 
 
-def test_latents_of_other_sizes_are_refused_by_name_on_a_cpu(tmp_path: Path) -> None:
-    small = Latent(kv_rank=32, nope_dim=16, rope_dim=64, value_dim=24, q_rank=48)
-    save_model(Transformer(ModelConfig(**{**vars(SIZES), "latent": small}), seed=0), tmp_path / "model", dtype="f32")
-    with (
-        pytest.raises(EngineError, match=r"512 \+ 64 numbers .*, and the model's have 32 \+ 64"),
-        vllm_server.serving(tmp_path / "model", CONFIG),
-    ):
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"latent": replace(LATENT, kv_rank=32)}, r"512 \+ 64 numbers .*, and the model's have 32 \+ 64"),
+        ({"yarn": None}, "RoPE without YaRN rotates queries of latent attention wrongly"),
+    ],
+)
+def test_what_the_cpu_build_computes_wrongly_is_refused_by_name(
+    tmp_path: Path, changed: dict[str, Any], why: str
+) -> None:
+    save_model(Transformer(replace(SIZES, **changed), seed=0), tmp_path / "model", dtype="f32")
+    with pytest.raises(EngineError, match=why), vllm_server.serving(tmp_path / "model", CONFIG):
         pass

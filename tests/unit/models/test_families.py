@@ -19,7 +19,7 @@ from etude.config import build, to_plain
 from etude.errors import CheckpointError, ConfigError
 from etude.models import ModelConfig, Packed, Transformer, hf_views, load_model, save_model
 from etude.models.checkpoint_files import load_tensors, save_tensors
-from etude.models.components import Routing, Scores
+from etude.models.components import Llama3, Routing, Scores
 from etude.models.experts import choose
 from etude.models.family_lookup import FAMILY_NAMES, family_of
 from etude.models.headers import check_weights, hf_weight_shapes
@@ -272,6 +272,7 @@ KIMI25_SIZES = {
         ("kimi_k2", {}, "", "latent attention"),
         ("deepseek_v3", {"rms_eps": 1e-5}, "rms_norm_eps, here 1e-05", "latent attention"),
         ("deepseek_v3", {"interleaved": False}, "rope_interleave is false", "latent attention"),
+        ("deepseek_v3", {"llama3": Llama3(factor=8.0, original_tokens=32)}, "for YaRN", "latent attention"),
         ("deepseek_v32", {}, "weights of this family", "weights of this family"),
         ("glm4_moe", {}, "weights of this family", "weights of this family"),
     ],

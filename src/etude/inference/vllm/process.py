@@ -114,13 +114,9 @@ def start(
 
     Raises `EngineError` when the tested version of vLLM is not installed, or cannot compute the model."""
     device, latent = environment.require().device, model.latent
-    if device == "cpu" and latent is not None and (latent.kv_rank, latent.rope_dim) != _CPU_LATENT:
-        raise EngineError(
-            "this vLLM cannot compute the model",
-            f"its CPU build decodes latents of {' + '.join(map(str, _CPU_LATENT))} numbers (kv_lora_rank +"
-            f" qk_rope_head_dim), and the model's have {latent.kv_rank} + {latent.rope_dim}",
-            hint="use reference engines, or vLLM on a GPU",
-        )
+    if device == "cpu" and (why := _cpu_limit(model)):
+        hint = "use reference engines, or vLLM on a GPU"
+        raise EngineError("this vLLM cannot compute the model", why, hint=hint)
     socket = folder / "vllm.sock"
     argv = [str(environment.python), "-m", "etude.inference.external.launch", MODULE, "--uds", str(socket)]
     argv += ["--model", str(checkpoint), "--dtype", str(config.dtype), "--seed", "0"]
@@ -139,6 +135,21 @@ def start(
     argv += ["--enable-return-routed-experts"] if gives_routes else []
     argv += ["--disable-uvicorn-access-log", *arguments]
     return VllmProcess(argv, _vllm_environ(folder, threads), name=name, socket=socket, gives_routes=gives_routes)
+
+
+def _cpu_limit(model: ModelConfig) -> str:
+    """Return why the CPU build cannot compute this model; "" if it can."""
+    latent = model.latent
+    if latent is None:
+        return ""
+    if (latent.kv_rank, latent.rope_dim) != _CPU_LATENT:
+        return (
+            f"its CPU build decodes latents of {' + '.join(map(str, _CPU_LATENT))} numbers (kv_lora_rank +"
+            f" qk_rope_head_dim), and the model's have {latent.kv_rank} + {latent.rope_dim}"
+        )
+    if model.yarn is None:  # 0.32: log-probabilities are off by up to .7; its YaRN does not use the kernel
+        return "the kernel of its CPU build for RoPE without YaRN rotates queries of latent attention wrongly"
+    return ""
 
 
 def _grammars(checkpoint: Path) -> list[str]:

@@ -50,6 +50,8 @@ class DeepseekV3(ModelFamily):
             return "was not tested with latent attention"
         if c.rms_eps != LATENT_EPS:
             return f"normalises latents with rms_norm_eps, here {c.rms_eps:g}, and models of this family with 1e-06"
+        if c.llama3 is not None:
+            return "takes every scaling of RoPE for YaRN in this family, and here it is llama3's"
         return "" if c.latent.interleaved else "rotates neighbouring numbers, and here rope_interleave is false"
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
