@@ -91,9 +91,9 @@ async def evaluate(
     With `script` a scripted agent plays instead. Returns the solve rate and related numbers, and writes them as an
     `eval.result` event. Every rollout is written with its turns as text to the Parquet file `out`, which a repeated
     evaluation replaces. A rollout with signs of cheating counts as not solved. `price`: prices of tokens and machines,
-    from which the costs are computed; those of a script are unknown. `terms`: reward terms that are measured as well; their means are in the result,
-    and the solve rate does not depend on them. `each` is called after every rollout. Raises `PluginError` for a term
-    that fails."""
+    from which the costs are computed; a script has no price. `terms`: reward terms that are measured as well; their
+    means are in the result, and the solve rate does not depend on them. `each` is called after every rollout. Raises
+    `PluginError` for a term that fails."""
     began, keep = time.perf_counter(), bool(terms)
 
     async def one(spec: RolloutSpec) -> Done:
