@@ -64,7 +64,10 @@ def list_terms(args: argparse.Namespace) -> int:
         "term", "kind", "version", "weight", "from step", "when", "unknown", *(f"mean {step}" for step in last)
     )
     configured: dict[str, tuple[RewardChange, TermConfig]] = {}
+    removed: dict[str, int] = {}  # the step from which a term is not there any more
     for change in settings.changes:
+        names = {own.name for own in change.rewards.terms}
+        removed = {name: removed.get(name, change.from_step) for name in configured if name not in names}
         for own in change.rewards.terms:
             if own.name not in configured or configured[own.name][1] != own:
                 configured[own.name] = change, own
@@ -79,7 +82,7 @@ def list_terms(args: argparse.Namespace) -> int:
             "grader or host" if now is None else now.kind.path,
             ", ".join(sorted({one.version for one in found})),
             _weight(name, None if now is None else now.weight, weights),
-            "" if now is None or since is None else str(max(since.from_step, now.from_step)),
+            "" if now is None or since is None else _steps_of(since, now, removed.get(name)),
             "" if now is None else now.when,
             f"{unknown / len(found):.1%}" if found else "",
             *(_mean(values[name][step]) for step in last),
@@ -92,6 +95,11 @@ def list_terms(args: argparse.Namespace) -> int:
         for name in event.get("held", ()):
             screen.print(f"  to go on without it: etude rewards set {run.path} {name}.missing=without")
     return 0
+
+
+def _steps_of(since: RewardChange, term: TermConfig, removed: int | None) -> str:
+    first = str(max(since.from_step, term.from_step))
+    return first if removed is None else f"{first}, removed from {removed} on"
 
 
 def _weight(name: str, configured: float | None, used: Mapping[int, Mapping[str, float]]) -> str:

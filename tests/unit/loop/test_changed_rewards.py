@@ -133,7 +133,11 @@ def test_a_change_that_another_process_records_meanwhile_is_not_lost(
     assert "are being changed" in capsys.readouterr().err
 
 
-def test_a_term_is_removed_from_a_run(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_term_is_removed_from_a_run(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
     def say(*args: str) -> tuple[int, str]:
         return etude.main(["rewards", "set", str(run.path), *args]), "".join(capsys.readouterr())
 
@@ -143,6 +147,8 @@ def test_a_term_is_removed_from_a_run(run: RunFolder, capsys: pytest.CaptureFixt
     settings = RewardSettings(run, read_config(run))
     assert [[one.name for one in settings.measured(step)] for step in (2, 3)] == [["brief"], []]
     assert [dict(settings.composition(step).weights) for step in (2, 3)] == [{"brief": 0.5}, {}]
+    assert etude.main(["rewards", "list", str(run.path)]) == 0
+    assert "removed from 3 on" in " ".join(capsys.readouterr().out.split())
     code, said = say("--remove", "brief", "--from-step", "3")
     assert (code, "no terms but those of the graders" in said) == (2, True)
 
