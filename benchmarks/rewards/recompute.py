@@ -93,7 +93,7 @@ def compared(first: Path, second: Path, kinds: Mapping[str, str]) -> Row:
 
 def one(args: argparse.Namespace, seed: int) -> Row:
     """The two runs of a seed."""
-    with contextmanager(judge_in_a_thread)() as judge:
+    with contextmanager(judge_in_a_thread)(most_s=3600.0) as judge:
         judge.bias = longer()
         judged, runs, kinds = seed in args.judged, list[Path](), dict(KINDS)
         rubric = Path("runs") / "recompute-words.toml"
