@@ -8,7 +8,8 @@ since the policies differ by then. The seeds in `--judged` also have a term of a
 (`tests/judge_server.py`); each run asks it anew.
 
 `python -m benchmarks.rewards.recompute --start CHECKPOINT [--seeds 0 1 2] [--judged 0]`
-About a minute a run on one core. Runs lie in `runs/`.
+About a minute a run on one core. Runs lie in `runs/`; those that have ended are used again, so it goes on where it
+broke off.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from typing import Any
 from tests.judge_server import judge_in_a_thread, longer
 
 from benchmarks.report import report
-from benchmarks.runs import ETUDE, LAPTOP, overrides, start_run
+from benchmarks.runs import ETUDE, LAPTOP, overrides, start_run, summary
+from etude.rewards.judges import JudgeStore
 
 Row = dict[str, Any]
 KINDS = {
@@ -46,7 +48,10 @@ SHORT = (
 
 
 def trained(name: str, args: argparse.Namespace, seed: int, kinds: Mapping[str, str], weights: Row) -> Path:
-    """Run RL with these terms; the run's folder."""
+    """Run RL with these terms, or find the run of this name that has ended; its folder."""
+    for folder in sorted(Path("runs").glob(f"bench-{name}-*")):
+        if (folder / "summary.json").exists() and summary(folder)["finished"]:
+            return folder
     terms = [f"{{name = '{term}', weight = {weights[term]}, kind = {kind}}}" for term, kind in kinds.items()]
     sizes = [f"rl.steps={args.steps}", f"rl.checkpoint_every={args.steps}", f"seed={seed}"]
     settings = [f"start={args.start.resolve()}", *SHORT, *sizes, f"rewards.terms=[{', '.join(terms)}]"]
@@ -95,7 +100,7 @@ def one(args: argparse.Namespace, seed: int) -> Row:
     """The two runs of a seed."""
     with contextmanager(judge_in_a_thread)(most_s=3600.0) as judge:
         judge.bias = longer()
-        judged, runs, kinds = seed in args.judged, list[Path](), dict(KINDS)
+        judged, runs, kinds, calls = seed in args.judged, list[Path](), dict(KINDS), 0
         rubric = Path("runs") / "recompute-words.toml"
         rubric.parent.mkdir(exist_ok=True)
         rubric.write_text('[[aspects]]\nname = "words"\nquestion = "Is it complete?"\n')
@@ -103,11 +108,11 @@ def one(args: argparse.Namespace, seed: int) -> Row:
             name = f"recompute-{way}-{seed}"
             if judged:
                 cache = Path("runs") / f"{name}-judges.sqlite"
-                cache.unlink(missing_ok=True)
                 where = f"rubric = '{rubric.resolve()}', url = '{judge.url}/v1', cache = '{cache.resolve()}'"
                 kinds["words"] = f"{{kind = 'judge', model = 'scripted', {where}}}"
             runs.append(trained(name, args, seed, kinds, weights))
-        calls = len(judge.bodies)
+            if judged:
+                calls += sum(one.calls for one in JudgeStore(cache).accounts() if runs[-1].name in one.judge)
     return {"seed": seed, "terms": ["grade", *kinds], "judge_calls": calls, **compared(*runs, kinds)}
 
 
