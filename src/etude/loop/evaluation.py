@@ -89,9 +89,9 @@ async def evaluate(
     With `script` a scripted agent plays instead. Returns the solve rate and related numbers, and writes them as an
     `eval.result` event. Every rollout is written with its turns as text to the Parquet file `out`, which a repeated
     evaluation replaces. A rollout with signs of cheating counts as not solved. `price`: prices of tokens and machines,
-    from which the costs are computed. `terms`: reward terms that are measured as well; their means are in the result,
-    and the solve rate does not depend on them. `each` is called after every rollout. Raises `PluginError` for a term
-    that fails."""
+    from which the costs are computed; a script has no price. `terms`: reward terms that are measured as well; their
+    means are in the result, and the solve rate does not depend on them. `each` is called after every rollout. Raises
+    `PluginError` for a term that fails."""
     began, keep = time.perf_counter(), bool(terms)
 
     async def one(spec: RolloutSpec) -> Done:
@@ -107,6 +107,7 @@ async def evaluate(
     rows = [_row(*one, processes.config.composition, terms) for one in done]
     write_rows(out, rows)
     spent = judge_dollars(await processes.judge_accounts(terms)) if terms else None
+    price = price if script is None else NO_PRICE  # its tokens are not those of a model
     result = sum_up(rows, name=name, split=split, step=step, wall_s=wall_s, price=price, judge_dollars=spent)
     telemetry.event("eval.result", **result.facts())
     return result

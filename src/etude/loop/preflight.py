@@ -165,12 +165,13 @@ def check_foreign(config: RunConfig, *, adopted: bool) -> None:
     if not kinds or config.start is None or adopted:
         return
     model = start_model_config(config.start)
-    if model.architecture.no_external_engines:
-        raise ConfigError(
-            f"fleet.engines = {list(map(str, config.fleet.engines))} cannot serve this model",
-            f"{SERVER_KINDS[kinds[0]].name} {model.architecture.no_external_engines} (family {model.family})",
-            hint="use reference engines for this model",
-        )
+    for kind in kinds:
+        if why := model.architecture.unserved(model, kind):
+            raise ConfigError(
+                f"fleet.engines = {list(map(str, config.fleet.engines))} cannot serve this model",
+                f"{SERVER_KINDS[kind].name} {why} (family {model.family})",
+                hint="use reference engines for this model",
+            )
 
 
 def check_machines(config: RunConfig) -> None:
