@@ -156,6 +156,7 @@ class SimulatedGroups:
 
     async def _score(self, wanted: Sequence[str], step: int) -> None:
         """Have the reward terms of `step` measured."""
+        self._rewards.refresh()
         terms = self._rewards.at(step).terms
         try:
             async with asyncio.TaskGroup() as tasks:
