@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -38,10 +38,15 @@ def why_not(held: Environment) -> str:
 
 @contextlib.contextmanager
 def serving(
-    checkpoint: Path, config: EngineConfig, *, extension: str = EXTENSION, modules: Mapping[str, str] = NONE
+    checkpoint: Path,
+    config: EngineConfig,
+    *,
+    extension: str = EXTENSION,
+    modules: Mapping[str, str] = NONE,
+    arguments: Sequence[str] = (),
 ) -> Iterator[VllmProcess]:
     """A vLLM server over a checkpoint, as the adapter starts it; it may not be up yet. `modules`: the text of what else
-    its workers can import."""
+    its workers can import. `arguments`: more of vLLM's own."""
     with tempfile.TemporaryDirectory(prefix="etude-vllm-") as folder:
         for name, text in modules.items():
             (link_package(Path(folder)) / f"{name}.py").write_text(text)
@@ -55,7 +60,7 @@ def serving(
             threads=1,
             folder=Path(folder),
             extension=extension,
-            arguments=(),
+            arguments=arguments,
         )
         try:
             yield vllm

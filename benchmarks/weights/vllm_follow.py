@@ -4,8 +4,9 @@ vLLM runs in its own environment (`--vllm DIR`, etude beside it by its path) wit
 Qwen3-MoE of random weights. Versions are optimiser-sized changes; the first is what it loads. While completions are in
 flight each version is fetched and proven in the background and written between two steps of the engine; after each,
 every mapped tensor's memory is compared with the version's bits. At the end a text is scored, and scored again by
-another vLLM process that loaded the last version from its files: the log-probabilities have to be equal, bit for bit.
-`python -m benchmarks.weights.vllm_follow --vllm DIR [--versions N]`
+another vLLM process that loaded the last version from its files: the log-probabilities have to be equal, bit for bit,
+also those of tokens that are then sampled greedily. With `--latent` the model is a DeepSeek-V3.
+`python -m benchmarks.weights.vllm_follow --vllm DIR [--versions N] [--latent]`
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ import torch
 from benchmarks.report import report
 from etude.errors import DeadlineExceeded
 from etude.models import ModelConfig, Transformer, save_model
+from etude.models.components import Latent, Routing, Scores
 from etude.stores import DirectoryStore
 from etude.training.config import LiveWeights
 from etude.training.exports import export
@@ -35,17 +38,22 @@ SIZES = ModelConfig(
     vocab_size=4096, hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, expert_size=128,
     num_experts=16, top_k=4, context_tokens=512,
 )  # fmt: skip
+LATENT = replace(
+    SIZES, family="deepseek_v3", num_kv_heads=4, head_dim=96, num_shared=1, dense_layers=(0,), dense_size=512,
+    latent=Latent(kv_rank=512, nope_dim=32, rope_dim=64, value_dim=32, q_rank=128),
+    routing=Routing(Scores.SIGMOID, scaling=2.5, num_groups=4, top_groups=2),
+)  # fmt: skip
 LR = 1e-6
 ENGINE = Path(__file__).with_name("vllm_follow_engine.py")
 SOURCE = Path(__file__).parents[2] / "src"
 DEADLINE_S = 600.0
 
 
-def measure(environment: Path, num_versions: int) -> dict[str, Any]:
+def measure(environment: Path, num_versions: int, sizes: ModelConfig = SIZES) -> dict[str, Any]:
     """Publish as the engine asks for it; then its numbers, and what a fresh engine says of the last version."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        model = Transformer(SIZES, seed=0)
+        model = Transformer(sizes, seed=0)
         optimizer = AdamW(model, weights=LiveWeights.BF16)
         noise = torch.Generator().manual_seed(0)
         channel, changed = Channel(DirectoryStore(place / "store")), []
@@ -74,7 +82,7 @@ def measure(environment: Path, num_versions: int) -> dict[str, Any]:
         loaded = json.loads((place / "fresh.json").read_text())
     before, after, right = live.pop("scores_before"), live.pop("scores"), loaded["scores"]
     return {
-        "parameters": SIZES.num_parameters,
+        "parameters": sizes.num_parameters,
         "changed_share": round(sum(changed) / len(changed), 5),
         **live,
         "logprobs": len(right),
@@ -113,8 +121,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, required=True, help="a virtual environment with vLLM, zstandard, msgspec")
     parser.add_argument("--versions", type=int, default=8, help="to adopt after the first")
+    parser.add_argument("--latent", action="store_true", help="a model with latent attention")
     args = parser.parse_args()
-    report("vllm_follow", measure(args.vllm, args.versions))
+    if args.latent:
+        report("vllm_follow_latent", measure(args.vllm, args.versions, LATENT))
+    else:
+        report("vllm_follow", measure(args.vllm, args.versions))
 
 
 if __name__ == "__main__":

@@ -25,15 +25,19 @@ os.environ |= {
 
 import vllm
 
-STREAMS, PROMPT_TOKENS, SAMPLED_TOKENS, SCORED_TOKENS = 8, 32, 192, 256
+STREAMS, PROMPT_TOKENS, SAMPLED_TOKENS, SCORED_TOKENS, GREEDY_TOKENS = 8, 32, 192, 256, 32
 TEXT = [(7 * i * i + 3 * i) % 4096 for i in range(SCORED_TOKENS)]
 
 
 def score(engine: Any) -> list[float]:
-    """The log-probability of each token of a fixed text, but the first."""
-    sampling = vllm.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    """The log-probability of each token of a fixed text, but the first, and of those that are sampled after it."""
+    sampling = vllm.SamplingParams(
+        temperature=0.0, max_tokens=GREEDY_TOKENS, ignore_eos=True, prompt_logprobs=0, logprobs=0, detokenize=False
+    )
     (done,) = engine.generate([{"prompt_token_ids": TEXT}], sampling, use_tqdm=False)
-    return [found[token].logprob for token, found in zip(TEXT[1:], done.prompt_logprobs[1:], strict=True)]
+    (answer,) = done.outputs
+    scored = zip([*TEXT[1:], *answer.token_ids], [*done.prompt_logprobs[1:], *answer.logprobs], strict=True)
+    return [found[token].logprob for token, found in scored]
 
 
 def serve(engine: Any, num_versions: int, out: Path) -> dict[str, Any]:

@@ -208,9 +208,12 @@ def test_training_seeds_of_a_recipe_are_evaluated_together(circle: Path, say: Ca
 
 
 def test_a_script_plays_a_suite_without_a_checkpoint(say: Callable[..., str]) -> None:
-    told = say("eval", "own", "--baseline", "oracle", "--config", "tiny.toml", "--tasks", "3", "--out", "scripts")
+    Path("prices.toml").write_text("machine_second = 1.0\n[models.policy]\ninput = 1.0\noutput = 1.0\n")
+    oracle = ("--baseline", "oracle", "--config", "tiny.toml", "--prices", "prices.toml")
+    told = say("eval", "own", *oracle, "--tasks", "3", "--out", "scripts")
     said, _ = json.JSONDecoder().raw_decode(told)
     assert (said["label"], said["result"]["rate"], said["general_bits_per_byte"]) == ("oracle", 1.0, None)
+    assert said["result"]["dollars"] is None, "a script does not pay the price of the model's tokens"
 
 
 def test_a_suite_of_tasks_that_a_run_was_trained_on_is_refused(say: Callable[..., str]) -> None:

@@ -6,11 +6,13 @@ import asyncio
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import openai
 import pytest
 import torch
+from tests import vllm_server
 from tests.conftest import Cli, Game
 from tests.loop.spread import SPREAD
 from tests.parity import chats
@@ -18,6 +20,7 @@ from tests.parity import chats
 from etude import cli
 from etude.config import to_toml
 from etude.errors import ConfigError
+from etude.evals.parity import budget_of
 from etude.gateway import GatewayConfig, ServedModel, create_app, serving
 from etude.harness import ChatFormat
 from etude.inference.config import EngineConfig
@@ -28,7 +31,7 @@ from etude.loop.export import export_checkpoint
 from etude.loop.preflight import check_start
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
 from etude.models.checkpoint_files import load_tensors, save_tensors
-from etude.models.components import Latent, Routing, Scores
+from etude.models.components import Latent, Routing, Scores, Yarn
 from etude.records import Version
 from etude.run import RunFolder
 from etude.telemetry import Telemetry, read_events
@@ -154,3 +157,31 @@ def test_a_run_from_it_goes_to_its_end_and_is_served(
     finally:
         server.send_signal(signal.SIGINT)
         server.wait(20)
+
+
+@pytest.mark.slow
+@vllm_server.NEEDS_VLLM
+def test_a_run_with_vllm_engines_replays_the_routes_of_latent_models_within_the_budget(
+    game: Game, cli_in: Callable[[Path], Cli], tmp_path: Path
+) -> None:
+    latent = Latent(kv_rank=512, nope_dim=16, rope_dim=64, value_dim=16)  # the widths that vLLM's CPU build decodes
+    sizes = replace(SIZES, hidden_size=32, head_dim=80, expert_size=32, latent=latent, yarn=Yarn(4.0, 512))
+    tokens = chats.make(tmp_path / "tokens", "deepseek")
+    save_model(Transformer(sizes, seed=0), tmp_path / "model", dtype="f32", assets=tokens)
+    wanted = {**SMALL, "start": tmp_path / "model", "rl.steps": 3, "numerics.mode": "native"}
+    settings = [f"{key}={value}" for key, value in wanted.items()] + ['fleet.engines=["vllm"]']
+    settings.append('rewards.terms=[{name = "spread", weight = 0.1, kind = "spread:Spread"}]')
+    (tmp_path / "spread.py").write_text(SPREAD)
+    etude = cli_in(tmp_path)
+    ran = etude("run", game.config, "--name", "x", *(part for one in settings for part in ("--set", one)))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    events = list(read_events(tmp_path / "runs" / "x" / "events"))
+    probes = [e for e in events if e["kind"] == "engine.probe"]
+    assert {e["step"] for e in probes} == {0, 1, 2, 3}
+    assert all(e["k3"] <= budget_of("float32").k3 for e in probes)
+    steps = [e for e in events if e["kind"] == "rl.step" and e["num_sampled"]]
+    assert steps, "the weights changed"
+    assert all(e["replayed_share"] == 1.0 for e in steps)
+    fresh = [e["k3"] for e in steps if {*e["lag"]} == {"0"}]
+    assert fresh, "sampled by the version that they train"
+    assert max(fresh) <= budget_of("float32").k3

@@ -162,6 +162,17 @@ def test_how_a_reward_came_to_be_is_explained(game: Any, tmp_path: Path, capsys:
     assert "tests: closed" in closed
 
 
+def test_charges_that_are_bounded_are_explained_as_they_count(
+    game: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faults = '{name = "faults", weight = 3.0, kind = "malformed-calls"}'
+    run = train(run_of(tmp_path / "r", game, f"rewards.terms=[{faults}]"))
+    said = say(capsys, "explain", run.folder.path, "g000000.3")
+    assert "reward 0.1 " in said
+    assert "-0.9" in next(line for line in said.splitlines() if "faults" in line).split("│")[5]
+    assert "charges of faults are reduced" in said
+
+
 def test_advantages_by_turn_are_explained(game: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     faults = '{name = "faults", weight = 0.25, kind = "malformed-calls"}'
     run = train(run_of(tmp_path / "r", game, "experience.credit=fork", f"rewards.terms=[{faults}]"))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.weights.vllm_follow import measure
+from benchmarks.weights.vllm_follow import LATENT, SIZES, measure
 from tests import vllm_server
 
 from etude.inference.external.environment import environment
+from etude.models import ModelConfig
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @vllm_server.NEEDS_VLLM
-def test_vllm_swapped_under_requests_scores_like_a_fresh_one() -> None:
-    found = measure(environment().folder, num_versions=2)
+@pytest.mark.parametrize("sizes", [SIZES, LATENT], ids=["grouped", "latent"])
+def test_vllm_swapped_under_requests_scores_like_a_fresh_one(sizes: ModelConfig) -> None:
+    found = measure(environment().folder, num_versions=2, sizes=sizes)
     assert found["adopted"] == 3
     assert found["wrong_tensors"] == 0
     assert found["requests"]["failed"] == 0

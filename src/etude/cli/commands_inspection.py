@@ -60,9 +60,12 @@ def _add_reward_commands(commands: Commands[Parser]) -> None:
     terms = add(rewards, "list", "rewards:list_terms", "list the reward terms of a run, with means by step")
     add_run(terms)
     terms.add_argument("--steps", type=positive, default=4, metavar="N", help="the last N steps (default: %(default)s)")
-    change = add(rewards, "set", "rewards:set_terms", "change or add reward terms for the later steps of a run")
+    change = add(rewards, "set", "rewards:set_terms", "change, add or remove reward terms for the later steps of a run")
     change.add_argument("run", type=Path, metavar="RUN", help="a run folder; the run may be running")
-    change.add_argument("change", nargs="+", metavar="TERM.KEY=VALUE", help="e.g. brief.weight=0.5, brief.kind=a.b:C")
+    change.add_argument("change", nargs="*", metavar="TERM.KEY=VALUE", help="e.g. brief.weight=0.5, brief.kind=a.b:C")
+    change.add_argument(
+        "--remove", action="append", default=[], metavar="TERM", help="neither measure nor count this term (repeatable)"
+    )
     change.add_argument(
         "--from-step", type=positive, metavar="STEP", help="the first step (default: the next possible)"
     )

@@ -10,6 +10,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,8 +21,8 @@ from rich.table import Table
 from etude.cli.locations import console, existing_path, newest_run, open_run
 from etude.cli.progress import ProgressBar
 from etude.config import overridden, read
-from etude.errors import ConfigError, EtudeError, GateFailed, InputError, NoCheckpoint, TaskError
-from etude.evals.costs import NO_PRICE, Price, price_of
+from etude.errors import ConfigError, EtudeError, GateFailed, InputError, NoCheckpoint, TaskError, nearest
+from etude.evals.costs import NO_PRICE, Price, lacking, price_of
 from etude.evals.curves import compare_curves
 from etude.evals.intervals import mean_over_seeds
 from etude.evals.records import (
@@ -39,12 +40,12 @@ from etude.evals.records import (
 from etude.evals.rows import read_rows
 from etude.evals.suites import Suite, read_suite, values_of
 from etude.evals.training_seeds import over_training_seeds
-from etude.prices import Prices, read_prices
+from etude.prices import read_prices
 from etude.rollouts.model_url import Endpoint
 
 if TYPE_CHECKING:
     from etude.loop.config import RunConfig
-    from etude.loop.evaluation import WindowLoss
+    from etude.loop.evaluation import Model, WindowLoss
     from etude.loop.suites import Subject
     from etude.records.task import Task
 
@@ -154,12 +155,13 @@ def _play(suite: Suite, subject: Subject, given: Mapping[str, Any], args: argpar
     from etude.loop.evaluation import RunEngines, bits_per_byte, evaluate_model
     from etude.loop.suites import general_text
 
+    report = partial(print, file=sys.stderr, flush=True)
+    price_name, price = _price(args)
     config, tasks, num_not_compared = _checked(suite, subject, given, source=args.source)
     model, text = subject.model, general_text(suite)
     total, path = suite.samples * len(tasks), record_path(args.out, suite.name, subject.label)
     where = f"asking {model.url}" if isinstance(model, Endpoint) else "starting its processes"
-    print(f"evaluating {subject.label} on {suite.name} with {total} rollouts; {where}", file=sys.stderr, flush=True)
-    price_name, price = _price(args)
+    report(f"evaluating {subject.label} on {suite.name} with {total} rollouts; {where}")
     with ProgressBar("rollouts", total) as progress:
         work = evaluate_model(
             model,
@@ -176,6 +178,8 @@ def _play(suite: Suite, subject: Subject, given: Mapping[str, Any], args: argpar
         )
         result, general, version = asyncio.run(work)
     _require_valid(path.with_suffix(".parquet"), subject.label)
+    if args.prices and result.dollars is None:
+        report(f"the dollars of {subject.label} are unknown: {unknown_dollars(model, price_name, price, args.prices)}")
     label = subject.label
     if isinstance(model, RunEngines) and not args.name:  # results of different steps of a run are separate files
         label = f"{label}-{result.step:06d}"
@@ -246,7 +250,7 @@ def _checked(
     except TaskError as error:
         error.hint += "" if source else f"; --source names other tasks for the suite {suite.name}"
         raise
-    num_not_compared = refuse_trained(suite, tasks, subject.run) if subject.run is not None else 0
+    num_not_compared = refuse_trained(suite, tasks, subject.run, report) if subject.run is not None else 0
     if num_not_compared:
         report(
             f"the first {num_not_compared} training tasks of {subject.label} are not compared with those of the suite"
@@ -269,10 +273,35 @@ def _shown(subject: Subject) -> str:
 
 
 def _price(args: argparse.Namespace) -> tuple[str, Price]:
-    """Return the model's name in the table of prices, and its price."""
+    """Return the model's name in the table of prices, and its price. With --gpu, tokens have no price of their own.
+
+    Raises `InputError` for a name or a kind of GPU that the table does not have."""
     name = args.price_name or (args.model if args.url else "policy")
-    prices = read_prices(args.prices) if args.prices else Prices()
-    return name, price_of(prices, name, gpu=args.gpu, num_gpus=args.gpus) if args.prices else NO_PRICE
+    if not args.prices:
+        if args.gpu or args.price_name:
+            given = "--gpu" if args.gpu else "--price-name"
+            raise InputError(f"{given} needs --prices", "it names a price of a table", hint="add --prices FILE")
+        return name, NO_PRICE
+    if args.gpu and args.price_name:
+        facts = "an engine is paid by the hour or by its tokens"
+        raise InputError("--gpu and --price-name exclude each other", facts, hint="leave out one of them")
+    prices = read_prices(args.prices)
+    for kind, wanted, known in (("kind of GPU", args.gpu, prices.gpu_hours), ("model", args.price_name, prices.models)):
+        if wanted and wanted not in known:
+            hint = nearest(wanted, known) if known else f"add it to {args.prices}"
+            raise InputError(f"there is no price of {wanted!r}", f"{args.prices} has no such {kind}", hint=hint)
+    return name, price_of(replace(prices, models={}) if args.gpu else prices, name, gpu=args.gpu, num_gpus=args.gpus)
+
+
+def unknown_dollars(model: Model, price_name: str, price: Price, path: Path) -> str:
+    """Return why the dollars of an evaluation are unknown although there is a table of prices at `path`."""
+    from etude.loop.evaluation import Baseline
+
+    if isinstance(model, Baseline):
+        return "a script has no prices"
+    if missing := lacking(price, price_name):
+        return f"{path} does not have {', '.join(missing)}"
+    return "the server does not say how many prompt tokens it read, or how many of them it had in its cache"
 
 
 def _now() -> str:

@@ -241,13 +241,14 @@ def _shown(one: Estimate | None) -> str:
 
 
 def accounts(args: argparse.Namespace) -> int:
-    """Print the model, the number of calls and the cost in dollars of each judge in a cache file. Returns 0.
+    """Print the model, the numbers of questions and the cost in dollars of each judge in a cache file. Returns 0.
 
     Raises `InputError` if the file does not exist."""
     if not args.cache.is_file():
-        raise InputError(f"{args.cache} does not exist", hint="give the path in the judge's setting `cache`")
+        facts = "it is a folder" if args.cache.is_dir() else "it does not exist"
+        raise InputError(f"{args.cache} is not a file of verdicts", facts, hint="give the judge's setting `cache`")
     store = JudgeStore(args.cache)
-    table = Table("judge", "model", "asked", "cached", "unknown", "dollars", "without price", "last unknown")
+    table = Table("judge", "model", "answered", "cached", "unknown", "dollars", "without price", "last unknown")
     for one in store.accounts():
         counts = (str(one.calls), str(one.cached), str(one.unknown), f"{one.dollars:.4f}", str(one.unpriced))
         table.add_row(one.judge, one.model, *counts, one.last_unknown)

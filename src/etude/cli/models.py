@@ -7,6 +7,7 @@ from collections import Counter
 
 from etude.dashboard.formatting import number, size
 from etude.errors import Exit
+from etude.inference.external.environment import SERVER_KINDS
 from etude.models.config import ModelConfig, ModelFamily
 from etude.models.config_json import MTP_KEY
 from etude.models.family_lookup import FAMILY_NAMES, family_of, own_family_names
@@ -28,7 +29,7 @@ def list_families(args: argparse.Namespace) -> int:
             "may vary": f"sizes, {family.varies}, RoPE: plain, YaRN or llama3",
             "refused": ", ".join(_refused(family)),
             "ranks": _ranks(family.tiny()),
-            "engines": _engines(family),
+            "engines": _engines(family.tiny()),
         }
         print(f"{name}: {family.hf_class}")
         for key, value in rows.items():
@@ -73,7 +74,8 @@ def _described(found: Inspection) -> dict[str, str]:
             dropped = ", ".join(f"{layer} ({number(count, 'tensor')})" for layer, count in layers.items())
             heads = f": config.json has {MTP_KEY} = {c.mtp_heads if c else 0}"
             lines["dropped"] = dropped + (heads if any(layer.startswith("model.layers.") for layer in layers) else "")
-    return lines | {"ranks": _ranks(family.tiny() if c is None else c), "engines": _engines(family)}
+    sizes = family.tiny() if c is None else c
+    return lines | {"ranks": _ranks(sizes), "engines": _engines(sizes)}
 
 
 def _sizes(c: ModelConfig) -> str:
@@ -108,6 +110,7 @@ def _ranks(c: ModelConfig) -> str:
     return f"{', '.join(kinds)} parallelism" + (f"; not tensor parallelism: {why}" if why else "")
 
 
-def _engines(family: ModelFamily) -> str:
-    why = family.no_external_engines
-    return f"reference only: vLLM {why}" if why else "reference, vLLM, SGLang"
+def _engines(c: ModelConfig) -> str:
+    why = {kind.name: c.architecture.unserved(c, key) for key, kind in SERVER_KINDS.items()}
+    can = ", ".join(["reference", *(name for name, reason in why.items() if not reason)])
+    return "; ".join([can, *(f"not {name}: it {reason}" for name, reason in why.items() if reason)])

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,9 +33,10 @@ from etude.loop.reward_settings import RewardChange, RewardSettings, changing, r
 from etude.plugins import Kind, make
 from etude.production.episodes import SIMULATED, SOURCE
 from etude.records import Graded
-from etude.records.reward import BUILT_IN, Term
+from etude.records.reward import BUILT_IN, GRADE, K1, Term
 from etude.records.summary import oldest_steps, turn_places
 from etude.rewards import Composition
+from etude.rewards.composition import MOST_CHARGED
 from etude.rewards.config import RewardsConfig, TermConfig
 from etude.run import RunFolder
 from etude.seams import CreditScheme, PairCreditScheme, TurnCreditScheme
@@ -63,7 +64,10 @@ def list_terms(args: argparse.Namespace) -> int:
         "term", "kind", "version", "weight", "from step", "when", "unknown", *(f"mean {step}" for step in last)
     )
     configured: dict[str, tuple[RewardChange, TermConfig]] = {}
+    removed: dict[str, int] = {}  # the step from which a term is not there any more
     for change in settings.changes:
+        names = {own.name for own in change.rewards.terms}
+        removed = {name: removed.get(name, change.from_step) for name in configured if name not in names}
         for own in change.rewards.terms:
             if own.name not in configured or configured[own.name][1] != own:
                 configured[own.name] = change, own
@@ -78,7 +82,7 @@ def list_terms(args: argparse.Namespace) -> int:
             "grader or host" if now is None else now.kind.path,
             ", ".join(sorted({one.version for one in found})),
             _weight(name, None if now is None else now.weight, weights),
-            "" if now is None or since is None else str(max(since.from_step, now.from_step)),
+            "" if now is None or since is None else _steps_of(since, now, removed.get(name)),
             "" if now is None else now.when,
             f"{unknown / len(found):.1%}" if found else "",
             *(_mean(values[name][step]) for step in last),
@@ -91,6 +95,11 @@ def list_terms(args: argparse.Namespace) -> int:
         for name in event.get("held", ()):
             screen.print(f"  to go on without it: etude rewards set {run.path} {name}.missing=without")
     return 0
+
+
+def _steps_of(since: RewardChange, term: TermConfig, removed: int | None) -> str:
+    first = str(max(since.from_step, term.from_step))
+    return first if removed is None else f"{first}, removed from {removed} on"
 
 
 def _weight(name: str, configured: float | None, used: Mapping[int, Mapping[str, float]]) -> str:
@@ -133,7 +142,7 @@ def _set_terms(run: RunFolder, args: argparse.Namespace) -> int:
             return 0
 
     before = settings.at(args.from_step or last_step() + 1)
-    rewards = changed_rewards(before, args.change)
+    rewards = changed_rewards(before, args.change, args.remove)
     if rewards == before:
         hint = f"see: etude rewards list {run.path}"
         raise InputError("the change has no effect", "the run already has these reward settings", hint=hint)
@@ -146,21 +155,28 @@ def _set_terms(run: RunFolder, args: argparse.Namespace) -> int:
     return 0
 
 
-def changed_rewards(rewards: RewardsConfig, changes: Sequence[str]) -> RewardsConfig:
-    """Return reward settings with changes such as "brief.weight=0.5" applied.
+def changed_rewards(rewards: RewardsConfig, changes: Sequence[str], removed: Sequence[str] = ()) -> RewardsConfig:
+    """Return reward settings with changes such as "brief.weight=0.5" applied, and without the terms in `removed`.
 
     A change with a new name and a `kind` adds a term. Raises `InputError` for an unknown term without a `kind`, and
-    `ConfigError` for an invalid value."""
+    `ConfigError` for an invalid value, or if another setting names a removed term."""
     plain = {one["name"]: one for one in to_plain(rewards)["terms"]}
     for name, new in overridden(changes, plain).items():
         if not isinstance(new, Mapping):
             facts = "it names no setting of the term"
             raise InputError(f"{name}={new!r} is invalid", facts, hint=f"write e.g. {name}.weight=0.5")
         if name not in plain and "kind" not in new:
-            hint = f"{nearest(name, plain)}; a new term needs its class: {name}.kind=my_package.module:Name"
+            hint = f"{_terms_like(name, plain)}; a new term needs its class: {name}.kind=my_package.module:Name"
             raise InputError(f"there is no reward term {name!r}", hint=hint)
         plain[name] = {"name": name, **new}
+    for name in removed:
+        if plain.pop(name, None) is None:
+            raise InputError(f"there is no reward term {name!r} to remove", hint=_terms_like(name, plain))
     return build(RewardsConfig, to_plain(rewards) | {"terms": list(plain.values())}, "rewards")
+
+
+def _terms_like(name: str, terms: Collection[str]) -> str:
+    return nearest(name, terms) if terms else "the run has no terms but those of the graders"
 
 
 def _steps(run: RunFolder) -> list[int]:
@@ -224,15 +240,16 @@ def _changed(
     composition: Composition, config: RunConfig, changes: Mapping[str, Any], known: set[str]
 ) -> tuple[Composition, CreditScheme]:
     """Return how a step is composed and credited with changes such as {"brief": {"weight": 0.5}, "kl": 0.1}."""
-    scheme, own = _scheme(config), {"kl", "require_submit", "quarantine"}
-    weights, when, plain = dict(composition.weights), dict(composition.when), dict[str, Any]()
-    hints = dict(composition.hints)
+    scheme, plain = _scheme(config), dict[str, Any]()
+    weights, when, hints = dict(composition.weights), dict(composition.when), dict(composition.hints)
     for name, value in changes.items():
         if name == "credit" and value in list(Credit):
             scheme = SCHEMES[Credit(value)]
-        elif name in own and isinstance(value, int | float):
+        elif name == "kl":
+            plain[name] = _penalty(value, known)
+        elif name in ("require_submit", "quarantine") and isinstance(value, bool):
             plain[name] = value
-        elif name in known and isinstance(value, Mapping) and value.keys() <= {"weight", "when", "hints"}:
+        elif name in known - {GRADE} and isinstance(value, Mapping) and value.keys() <= {"weight", "when", "hints"}:
             if "weight" in value:
                 weights[name] = _number(name, "weight", value["weight"])
             if "when" in value:
@@ -240,16 +257,44 @@ def _changed(
             if "hints" in value:
                 hints[name] = _number(name, "hints", value["hints"])
         else:
-            hint = f"{nearest(name, [*known, *own, 'credit'])}; write e.g. --set NAME.weight=0.5, --set NAME.when=tests"
+            others = [*sorted(known - {GRADE}), "kl", "require_submit", "quarantine", "credit"]
+            hint = f"{nearest(name, others)}; write e.g. --set NAME.weight=0.5, --set NAME.when=tests"
             raise InputError(
                 f"--set {name}: {value!r} cannot be recomputed",
-                f"{name!r} is neither a stored term nor a setting that can be changed afterwards",
+                f"{name!r} is neither a term that the step has stored nor a setting that can be changed afterwards, "
+                "or has no such value",
                 hint=hint,
             )
     when = {name: gate for name, gate in when.items() if gate}
+    for name in when.keys() & changes.keys():
+        _check_gate(name, when, known)
     weights = {name: weight for name, weight in weights.items() if weight}
     hints = {name: weight for name, weight in hints.items() if weight}
     return replace(composition, weights=weights, when=when, hints=hints, **plain), scheme
+
+
+def _penalty(value: object, known: set[str]) -> float:
+    """Return the weight of the KL penalty. Raises `InputError`."""
+    if not isinstance(value, int | float) or not math.isfinite(value) or value < 0.0:
+        raise InputError(f"--set kl = {value!r} is not a number from 0 on", hint="write e.g. --set kl=0.1")
+    if value and K1 not in known:
+        facts = "it needs the log-probabilities of the starting checkpoint, and the run had kl = 0, so it has none"
+        raise InputError("the KL penalty cannot be recomputed", facts, hint="leave out --set kl")
+    return float(value)
+
+
+def _check_gate(name: str, when: Mapping[str, str], known: set[str]) -> None:
+    """Raise `InputError` for a gate that no rollout of the step has, and for gates that form a circle."""
+    at, passed = name, list[str]()
+    while (gate := when.get(at)) is not None and at not in passed:
+        if gate not in known:
+            facts = f"the step has no stored term {gate!r}"
+            raise InputError(f"--set {name}.when = {gate!r} cannot be recomputed", facts, hint=nearest(gate, known))
+        passed.append(at)
+        at = gate
+    if at in passed:
+        facts = f"the gates form a circle: {' -> '.join([*passed, at])}"
+        raise InputError(f"--set {name}.when = {when[name]!r} cannot be recomputed", facts, hint="use another gate")
 
 
 def _number(name: str, key: str, value: object) -> float:
@@ -338,17 +383,18 @@ def explain(args: argparse.Namespace) -> int:
     compared = early if args.rollout_id in early else ids  # as `staged_credit` does
     table = Table("term", "value", "gate", "weight", "adds", "version", "evidence")
     named = {term.name: term for term in outcome.terms}
+    counted = composition.counted(named, reward.missing)
     for name in dict.fromkeys([*named, *composition.weights]):
-        term, weight = named.get(name), 1.0 if name == "grade" else composition.weights.get(name)
+        term, weight = named.get(name), 1.0 if name == GRADE else composition.weights.get(name)
         value, gate = (None if term is None else term.value), composition.when.get(name)
         is_open = composition.counts(name, named)
-        counted = weight is not None and value is not None and bool(is_open) and name not in reward.missing
+        added = value if name == GRADE else counted[name] * value if name in counted and value is not None else None
         table.add_row(
             name,
             "unknown" if value is None else f"{value:g}",
             "" if gate is None else f"{gate}: {'unknown' if is_open is None else 'open' if is_open else 'closed'}",
             "" if weight is None else f"{weight:.6g}",
-            f"{weight * value:+.6g}" if counted and weight is not None and value is not None else "",
+            "" if added is None else f"{added:+.6g}",
             "" if term is None else term.version,
             "" if term is None else term.evidence,
         )
@@ -357,6 +403,10 @@ def explain(args: argparse.Namespace) -> int:
     for name in reward.missing:
         screen.print(
             f"{name} counts for no sibling: it is not known, of one version, for every sibling whose gate is open"
+        )
+    if reduced := [name for name, weight in counted.items() if weight != composition.weights[name]]:
+        screen.print(
+            f"charges of {', '.join(reduced)} are reduced: together they take at most {MOST_CHARGED:g} of a grade"
         )
     removed = f", removed by {', '.join(reward.gates)}" if reward.gates else ""
     penalty = f"; minus the KL penalty {composition.kl:g} times k1" if composition.kl else ""

@@ -92,7 +92,7 @@ def _row(
         "behind": behind,
         "solved": money(result.dollars_per_solved),
         "solved_task": money(result.dollars_per_solved_task),
-        "judges": money(result.judge_dollars),
+        "judges": money(result.judge_dollars) if result.terms else "–",
         "terms": [term_text(result.terms.get(name)) for name in terms],
         "latency": f"{_shown(result.latency_p50_s, duration)} / {_shown(result.latency_p99_s, duration)}",
         "tokens": f"{_shown(result.prompt_mean, significant)} / {significant(result.sampled_mean)}",
@@ -177,7 +177,7 @@ def _panels(records: Sequence[EvalRecord]) -> list[tuple[str, str, str, str]]:
     ]
     if priced:
         svg = line_chart(
-            priced, title="Solve rate by dollars", x_label="dollars per solved task", y_range=(0.0, 1.0),
+            priced, title="Solve rate by dollars", x_label="dollars per solved rollout", y_range=(0.0, 1.0),
             x_format=money, y_format=rounded,
         )  # fmt: skip
         panels.append(("Solve rate and money", "Models whose prices are known; left and up is better.", svg, keys))

@@ -38,6 +38,20 @@ def price_of(prices: Prices, model: str, *, gpu: str = "", num_gpus: int = 0) ->
     return Price(machine_second=prices.machine_second, tokens=prices.tokens(model), gpu_hour=hour, num_gpus=num_gpus)
 
 
+def lacking(price: Price, model: str) -> list[str]:
+    """Return the unknown prices that a cost may need, by their places in a table of prices.
+
+    >>> lacking(Price(tokens=TokenPrices(input=1.0, output=2.0)), "policy")
+    ['machine_second', 'models.policy.cached_input']
+    """
+    found = [] if price.machine_second is not None else ["machine_second"]
+    if price.gpu_hour is None or price.tokens != UNKNOWN:
+        tokens = price.tokens
+        known = {"input": tokens.input, "cached_input": tokens.cached_input, "output": tokens.output}
+        found += [f"models.{model}.{key}" for key, one in known.items() if one is None]
+    return found
+
+
 def cost(rows: Sequence[EvalRow], price: Price, *, wall_s: float) -> float | None:
     """Return the dollars that the rollouts of an evaluation cost, valid or not; None if a part of it is unknown.
 

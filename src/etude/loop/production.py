@@ -170,14 +170,22 @@ class ProductionTrainer:
             await self.simulated.begin(published.version, await self._call("parity", str))
 
     def _reconcile(self, head: Version) -> Reconciled:
-        """Correct the ledger's states for the learner's weights. Rollouts of earlier windows that these weights were
-        not trained on are quarantined: their version was not promoted, and the next one is not trained on them."""
-        steps, window = LineageSteps(weights_store(self.run)), self._window
+        """Correct the ledger's states for the learner's weights. Rollouts of earlier windows' steps that these weights
+        were not trained on are quarantined: their version was not promoted, and the next one is not trained on them.
+
+        If a step of this window is undone, its simulated groups are free again, also one that an earlier window had
+        admitted and not used."""
+        steps, window, windows = LineageSteps(weights_store(self.run)), self._window, self.windows
+        if window is None or window.base is None:
+            return self.ledger.reconcile(steps, believed=steps.unread_up_to, head=head)
+        first, base = window.first, window.base.step
+        batched = [row for step in self.ledger.steps(after=base) for row in self.ledger.rows(step=step)]
+        new = [row for row in batched if windows.is_episode(row.group_id) and windows.number(row.group_id) >= first]
+        batches = {row.batch_id for row in new}
+        free = {row.group_id for row in batched if row.batch_id in batches}
 
         def spent(group_id: str) -> str:
-            if window is None or window.base is None:
-                return ""
-            return NOT_PROMOTED if self.windows.number(group_id) < window.first else ""
+            return NOT_PROMOTED if windows.number(group_id) < first and group_id not in free else ""
 
         return self.ledger.reconcile(steps, believed=steps.unread_up_to, head=head, spent=spent)
 

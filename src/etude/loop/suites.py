@@ -5,7 +5,7 @@ A suite is refused if the model was trained on one of its tasks; these are recog
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,15 +140,32 @@ def suite_tasks(suite: Suite, config: RunConfig) -> list[Task]:
     return tasks
 
 
-def refuse_trained(suite: Suite, tasks: Sequence[Task], run: RunFolder) -> int:
-    """Check that a run has not trained on tasks of a suite.
+def refuse_trained(suite: Suite, tasks: Sequence[Task], run: RunFolder, log: Callable[[str], None] = print) -> int:
+    """Check that a run has not trained on tasks of a suite, nor a run from whose checkpoint it started, and so on.
 
-    It compares digests and problems of the suite's tasks with those of the run's training tasks. These are all training
-    tasks of a source with a fixed number of tasks; of an endless source, the last `MOST_COMPARED` that RL has admitted.
-    Every task in the training split of the run's own source counts as trained on, since mid-training may use it.
+    It compares digests and problems of the suite's tasks with those of each run's training tasks. These are all
+    training tasks of a source with a fixed number of tasks; of an endless source, the last `MOST_COMPARED` that RL has
+    admitted. Every task in the training split of a run's own source counts as trained on, since mid-training may use
+    it. `log` gets a note about an earlier run that cannot be read and so is not compared.
 
-    Returns the number of training tasks that were not compared. Raises `SuiteRefused` with the number of tasks that the
+    Returns the number of training tasks that were not compared. Raises `SuiteRefused` with the number of tasks that a
     run was trained on, and one of them."""
+    num_left, passed = _refuse_trained(suite, tasks, run), {run.path.resolve()}
+    try:
+        while (start := read_config(run).start) is not None and (before := run_of(start)) is not None:
+            if before.path.resolve() in passed:
+                break
+            run = before
+            passed.add(run.path.resolve())
+            num_left += _refuse_trained(suite, tasks, run)
+    except SuiteRefused:
+        raise
+    except EtudeError as error:
+        log(f"the tasks of {run.path}, from which training went on, are not compared with those of the suite: {error}")
+    return num_left
+
+
+def _refuse_trained(suite: Suite, tasks: Sequence[Task], run: RunFolder) -> int:
     config = read_config(run)
     own = open_tasks(config, canaries=False)
     size = own.size(Split.TRAIN)

@@ -12,6 +12,10 @@ from typing import ClassVar, Protocol
 
 from etude.config import ranged
 
+LATENT_EPS = 1e-6
+"""Epsilon of the norms of latents and of an indexer's keys, whatever the config says: as in training and in
+transformers."""
+
 Shape = tuple[int, ...]
 
 
@@ -42,6 +46,11 @@ class CacheLayout:
     key_width: int  # A
     value_width: int  # B
     shared: bool
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers are stored for a token in a layer."""
+        return self.heads * (self.key_width + (0 if self.shared else self.value_width))
 
 
 class AttentionKind(Protocol):

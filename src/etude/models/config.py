@@ -423,7 +423,7 @@ class ModelFamily:
     """
     no_external_engines: ClassVar[str] = "was not tested with weights of this family"
     """Why vLLM and SGLang cannot follow a run's weights, as the end of a sentence ("vLLM ..."). Empty where they
-    can."""
+    can; `unserved` has reasons that depend on the engine or the model."""
     tiny_sizes: ClassVar[Mapping[str, Any]] = dict(
         vocab_size=24, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, context_tokens=64
     )
@@ -436,6 +436,12 @@ class ModelFamily:
         return (
             self.model_type if kind.__module__.startswith(f"{FAMILIES}.") else f"{kind.__module__}:{kind.__qualname__}"
         )
+
+    def unserved(self, c: ModelConfig, engine: str) -> str:
+        """Return why an engine, "vllm" or "sglang", cannot follow the weights of the model `c`; "" if it can.
+
+        It is the end of a sentence, as `no_external_engines` is."""
+        return self.no_external_engines
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Read the fields of a `ModelConfig` that `from_hf` does not read for every family.

@@ -18,6 +18,7 @@ from torch import nn
 
 from etude.errors import ConfigError
 from etude.models.attention import Cache
+from etude.models.components import LATENT_EPS
 from etude.models.config import ModelConfig
 from etude.models.hooks import ForwardHook
 from etude.models.rope import Rope, halves
@@ -25,10 +26,6 @@ from etude.numerics.exact.options import AttentionOptions, Index
 from etude.numerics.lora import with_lora_gradient
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import SINGLE_RANK, Parallel
-
-LATENT_EPS = 1e-6
-"""Epsilon of the norms of latents and of an indexer's keys, whatever the config says: as in training and in
-transformers."""
 
 
 class LatentAttention(nn.Module):

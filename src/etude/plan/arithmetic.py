@@ -65,12 +65,10 @@ def kv_bytes_token(model: ModelConfig, width: int = BF16_BYTES) -> int:
 
     Shazeer 2019 (arXiv 1911.02150); latents: DeepSeek-AI 2024, "DeepSeek-V2" (arXiv 2405.04434), table 1. Keys of an
     indexer are float32."""
-    kept = model.cache_layout
-    values = 0 if kept.shared else kept.heads * kept.value_width
     indexer = None if model.latent is None else model.latent.indexer
     of_indexer = 0 if indexer is None else FLOAT32_BYTES * indexer.width
     layers = model.num_layers - len(model.linear_layers)
-    return layers * ((kept.heads * kept.key_width + values) * width + of_indexer)
+    return layers * (model.cache_layout.numbers * width + of_indexer)
 
 
 def kv_bytes_device(model: ModelConfig, devices: int, width: int = BF16_BYTES) -> int:

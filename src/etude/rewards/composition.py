@@ -100,6 +100,18 @@ class Composition:
         found = terms.get(gate)
         return None if found is None or found.value is None else found.value > 0
 
+    def counted(self, terms: Mapping[str, Term], missing: Collection[str]) -> dict[str, float]:
+        """Return the weights of the terms that count for a rollout with these terms, by name. Those of charges are
+        reduced by one factor if all charges together would take more than they may.
+
+        `missing`: the terms that count for no sibling (`Reward.missing`)."""
+        counted = {name: one for name, one in self.weights.items() if name not in missing and self.counts(name, terms)}
+        charged = -math.fsum(weight * _value(terms[name]) for name, weight in counted.items() if name in self.charges)
+        grade = _value(terms[GRADE])
+        most = MOST_CHARGED * (grade if grade > 0.0 else 1.0)
+        factor = most / charged if charged > most else 1.0
+        return {name: weight * factor if name in self.charges else weight for name, weight in counted.items()}
+
     def _comparable(self, name: str, tables: Sequence[Mapping[str, Term]]) -> bool:
         open_to = [self.counts(name, table) for table in tables]
         if None in open_to:
@@ -112,12 +124,7 @@ class Composition:
 
     def _reward(self, terms: Mapping[str, Term], missing: tuple[str, ...]) -> Reward:
         raw, reason, gates, turns = _value(terms[GRADE]), terms[GRADE].evidence, list[str](), dict[int, float]()
-        counted = {name: one for name, one in self.weights.items() if name not in missing and self.counts(name, terms)}
-        charged = -math.fsum(weight * _value(terms[name]) for name, weight in counted.items() if name in self.charges)
-        most = MOST_CHARGED * (raw if raw > 0.0 else 1.0)
-        for name, weight in counted.items():
-            if charged > most and name in self.charges:
-                weight *= most / charged
+        for name, weight in self.counted(terms, missing).items():
             raw += weight * _value(terms[name])
             for turn, part in terms[name].turns:
                 turns[turn] = turns.get(turn, 0.0) + weight * part

@@ -19,7 +19,7 @@ T = TypeVar("T")
 DEADLINE_S = 600.0
 """Seconds without progress of this process (`etude.progress`) after which a term of a rollout or group has failed."""
 EVIDENCE_CHARS = 2_000  # of an evidence or a hint; more are cut off
-HINT = "fix the term, then resume the run: graded rollouts are not lost"
+HINT = "fix the term, or remove it (etude rewards set RUN --remove NAME), then resume: graded rollouts are not lost"
 
 
 @dataclass(frozen=True)

@@ -237,6 +237,10 @@ def test_the_leaderboard_compares_models_of_a_suite_and_escapes_their_names(tmp_
     assert "<td>unknown</td>" in html
     assert "-0.625" in html
     assert html.count("<svg") == 3
+    table = html.index("<table")
+    assert html[:table].rindex('<div class="results">') > html[:table].rindex("</div>"), "wide tables can be scrolled"
+    assert ".results { overflow-x: auto;" in html
+    assert "<td>–</td>" in html, "no judges"
     assert write_leaderboard(tmp_path / "page.html", records).read_text().startswith("<!doctype html>")
 
 

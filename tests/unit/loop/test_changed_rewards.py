@@ -133,6 +133,50 @@ def test_a_change_that_another_process_records_meanwhile_is_not_lost(
     assert "are being changed" in capsys.readouterr().err
 
 
+def test_a_term_is_removed_from_a_run(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def say(*args: str) -> tuple[int, str]:
+        return etude.main(["rewards", "set", str(run.path), *args]), "".join(capsys.readouterr())
+
+    code, said = say("--remove", "brif")
+    assert (code, "did you mean 'brief'?" in said) == (2, True)
+    assert say("--remove", "brief", "--from-step", "3")[0] == 0
+    settings = RewardSettings(run, read_config(run))
+    assert [[one.name for one in settings.measured(step)] for step in (2, 3)] == [["brief"], []]
+    assert [dict(settings.composition(step).weights) for step in (2, 3)] == [{"brief": 0.5}, {}]
+    assert etude.main(["rewards", "list", str(run.path)]) == 0
+    assert "removed from 3 on" in " ".join(capsys.readouterr().out.split())
+    code, said = say("--remove", "brief", "--from-step", "3")
+    assert (code, "no terms but those of the graders" in said) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"kl": 0.1}, "the KL penalty cannot be recomputed: .* the run had kl = 0"),
+        ({"kl": float("nan")}, "is not a number from 0 on"),
+        ({"kl": -1}, "is not a number from 0 on"),
+        ({"quarantine": 3}, "cannot be recomputed"),
+        ({"grade": {"weight": 0.5}}, "cannot be recomputed"),
+        ({"brief": {"when": "tets"}}, "has no stored term 'tets'"),
+        ({"brief": {"when": "brief"}}, "form a circle: brief -> brief"),
+        ({"brief": {"when": "tests"}, "tests": {"when": "brief"}}, "form a circle"),
+    ],
+)
+def test_settings_with_which_no_step_can_be_recomputed_are_refused(
+    run: RunFolder, changes: dict[str, Any], what: str
+) -> None:
+    commands, config = importlib.import_module("etude.cli.rewards"), read_config(run)
+    with pytest.raises(InputError, match=what) as caught:
+        commands._changed(Composition(), config, changes, {"brief", "grade", "tests"})
+    assert caught.value.hint
+    how, _ = commands._changed(Composition(), config, {"kl": 0.5, "brief": {"when": "tests"}}, {"brief", "k1", "tests"})
+    assert (how.kl, how.when) == (0.5, {"brief": "tests"})
+
+
 def test_a_weight_that_is_no_number_is_not_recomputed(run: RunFolder) -> None:
     commands = importlib.import_module("etude.cli.rewards")
     with pytest.raises(InputError, match=r"--set brief\.weight = 'much' is not a finite number"):

@@ -69,6 +69,22 @@ def test_tasks_of_a_source_that_ends_are_refused_if_they_are_in_its_training_spl
     assert len(tasks) == 24
 
 
+def test_tasks_that_an_earlier_run_was_trained_on_are_refused(folder: Path, tmp_path: Path) -> None:
+    run = made(tmp_path / "first", str(folder))
+    for name in ("second", "third"):  # each starts where the one before ended
+        config = RunConfig(tasks=TasksConfig(source="repair"), start=run / "checkpoints" / "mid")
+        run = RunFolder.create(tmp_path / name, config_toml=to_toml(config), seed=0)
+        (run / "checkpoints" / "mid").mkdir(parents=True)
+    suite = read_suite("own", ['splits=["train"]', f'tasks={{source="{folder}"}}'])
+    tasks = suite_tasks(suite, config_for(suite, settings_of(run), Subject("x", run / "checkpoints" / "mid")))
+    with pytest.raises(SuiteRefused, match="48 of 48 tasks that first was trained on"):
+        refuse_trained(suite, tasks, run)
+    (tmp_path / "first" / "config.toml").write_text("[")
+    notes = list[str]()
+    refuse_trained(suite, tasks, run, notes.append)
+    assert "are not compared with those of the suite" in notes[0]
+
+
 def test_another_variant_of_a_trained_problem_is_refused(folder: Path, tmp_path: Path) -> None:
     run, own = made(tmp_path / "r", str(folder)), read_suite("own")
     suite, tasks = tasks_in(own, run, splits='["heldout"]')

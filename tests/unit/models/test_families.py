@@ -19,9 +19,9 @@ from etude.config import build, to_plain
 from etude.errors import CheckpointError, ConfigError
 from etude.models import ModelConfig, Packed, Transformer, hf_views, load_model, save_model
 from etude.models.checkpoint_files import load_tensors, save_tensors
-from etude.models.components import Routing, Scores
+from etude.models.components import Llama3, Routing, Scores
 from etude.models.experts import choose
-from etude.models.family_lookup import FAMILY_NAMES
+from etude.models.family_lookup import FAMILY_NAMES, family_of
 from etude.models.headers import check_weights, hf_weight_shapes
 from etude.models.quantised_storage import FP8_BLOCK, FP8_SCALE
 from etude.numerics import Native
@@ -262,6 +262,33 @@ KIMI25_SIZES = {
     "model_type": "kimi_k25", "architectures": ["KimiK25ForConditionalGeneration"], "vision_config": {},
     "text_config": KIMI_SIZES,
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "vllm", "sglang"),
+    [
+        ("qwen3_moe", {}, "", ""),
+        ("deepseek_v3", {}, "", "latent attention"),
+        ("kimi_k2", {}, "", "latent attention"),
+        ("deepseek_v3", {"rms_eps": 1e-5}, "rms_norm_eps, here 1e-05", "latent attention"),
+        ("deepseek_v3", {"interleaved": False}, "rope_interleave is false", "latent attention"),
+        ("deepseek_v3", {"llama3": Llama3(factor=8.0, original_tokens=32)}, "for YaRN", "latent attention"),
+        ("deepseek_v32", {}, "weights of this family", "weights of this family"),
+        ("glm4_moe", {}, "weights of this family", "weights of this family"),
+    ],
+)
+def test_a_model_that_an_external_engine_would_compute_otherwise_is_refused_with_the_reason(
+    family: str, changed: dict[str, Any], vllm: str, sglang: str
+) -> None:
+    c = family_of(family).tiny()
+    if "interleaved" in changed:
+        assert c.latent is not None
+        changed = {"latent": replace(c.latent, **changed)}
+    c = replace(c, **changed)
+    for engine, why in (("vllm", vllm), ("sglang", sglang)):
+        found = c.architecture.unserved(c, engine)
+        assert why in found
+        assert bool(why) == bool(found)
 
 
 @pytest.mark.parametrize(

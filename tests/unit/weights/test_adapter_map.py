@@ -36,7 +36,7 @@ class Worker(WorkerExtension):
             "model.embed_tokens.weight": np.zeros((sizes.vocab_size, d), np.uint16),
         }
         self.packed: list[str] = []
-        packing = [((name,), partial(self.packed.append, name)) for name in self.live]
+        packing = {(name,): partial(self.packed.append, name) for name in self.live}
         memory = _Memory(dict(self.live), packing)
         make = partial(Follower, store, can_undo=False)
         self.etude_weight_sync = _WeightSync(make, memory, _Rows(queries, keys, 1), 0, base=base)

@@ -30,6 +30,9 @@ SHAPES = {
     "model.layers.0.norm.weight": (HIDDEN,),
     **{f"model.layers.1.mlp.experts.{e}.{part}_proj.weight": (12, HIDDEN) for e in range(3) for part in ("gate", "up")},
     **{f"model.layers.1.mlp.experts.{e}.down_proj.weight": (HIDDEN, 12) for e in range(3)},
+    "model.layers.2.self_attn.q_a_proj.weight": (5, HIDDEN),
+    "model.layers.2.self_attn.kv_a_proj_with_mqa.weight": (7, HIDDEN),
+    "model.layers.2.self_attn.kv_b_proj.weight": (24, 6),
 }
 
 
@@ -61,6 +64,8 @@ def live(size: int) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
         "model.layers.0.norm.weight": (HIDDEN,),
         "model.layers.1.mlp.experts.w13_weight": (EXPERTS, 24 // size, HIDDEN),
         "model.layers.1.mlp.experts.w2_weight": (EXPERTS, HIDDEN, 12 // size),
+        "model.layers.2.self_attn.fused_qkv_a_proj.weight": (12, HIDDEN),  # all ranks have all of it
+        "model.layers.2.self_attn.kv_b_proj.weight": (24 // size, 6),
     }
     return {name: np.zeros(shape, np.uint16) for name, shape in shapes.items()}
 
@@ -79,7 +84,7 @@ def test_every_rank_holds_its_part_of_every_tensor(size: int) -> None:
     key_heads = max(1, KEYS // size)
     for rank in range(size):
         memory = live(size)
-        pieces = fused_pieces(memory, query_rows=QUERIES * HEAD // size, key_rows=key_heads * HEAD)
+        pieces = fused_pieces(memory, query_rows=QUERIES * HEAD // size, key_rows=key_heads * HEAD, latent_rows=5)
         target = Target(Map(sharded(pieces, specs, rank=rank, size=size)))
         adopt(target, {}, old)
         adopt(target, old, new)
@@ -99,6 +104,11 @@ def test_every_rank_holds_its_part_of_every_tensor(size: int) -> None:
             assert np.array_equal(memory["model.layers.1.mlp.experts.w13_weight"][e], w13)
             w2 = of(new, f"{expert}down_proj.weight")[:, inner]
             assert np.array_equal(memory["model.layers.1.mlp.experts.w2_weight"][e], w2)
+        latent = "model.layers.2.self_attn."
+        both = np.concatenate([of(new, f"{latent}{x}.weight") for x in ("q_a_proj", "kv_a_proj_with_mqa")])
+        assert np.array_equal(memory[f"{latent}fused_qkv_a_proj.weight"], both)
+        up = of(new, f"{latent}kv_b_proj.weight")[rank * 24 // size : (rank + 1) * 24 // size]
+        assert np.array_equal(memory[f"{latent}kv_b_proj.weight"], up)
         rows = 16 // size
         words = of(new, "model.embed_tokens.weight")[rank * rows : (rank + 1) * rows]
         assert np.array_equal(memory["model.embed_tokens.weight"][: len(words)], words)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,11 +34,11 @@ class Worker(WorkerExtension):
                 "b.experts.w13_weight": self.w13,
                 "b.experts.w2_weight": self.w2,
             },
-            [
-                (("a.qkv_proj.weight",), partial(self.packed.append, "qkv")),
-                (("head.weight",), partial(self.packed.append, "head")),
-                (("b.experts.w13_weight", "b.experts.w2_weight"), partial(self.packed.append, "experts")),
-            ],
+            {
+                ("a.qkv_proj.weight",): partial(self.packed.append, "qkv"),
+                ("head.weight",): partial(self.packed.append, "head"),
+                ("b.experts.w13_weight", "b.experts.w2_weight"): partial(self.packed.append, "experts"),
+            },
         )
         self.etude_weight_sync = _WeightSync(partial(Follower, store, can_undo=False), memory, ROWS, 0)
 
@@ -174,3 +175,15 @@ def test_a_follower_that_is_made_anew_still_refuses_a_pointer_that_moved_back(
     assert store.compare_and_swap(key, store.get(key), stale)
     with pytest.raises(WeightsError, match="moved back"):
         worker.come()
+
+
+def test_ranks_with_some_experts_and_experts_in_another_order_are_refused_by_name() -> None:
+    laid_out = SimpleNamespace(unquantized_backend=SimpleNamespace(name="FLASHINFER"))
+    some = SimpleNamespace(expert_map=[0, -1], w13_weight=None)
+    with pytest.raises(WeightsError, match="each rank has only some of its experts") as refused:
+        vllm_worker._refuse_rearranged("layers.1.experts", some, on_cpu=True)
+    assert "leave out --enable-expert-parallel" in str(refused.value)
+    whole = SimpleNamespace(expert_map=None, w13_weight=None, quant_method=laid_out)
+    vllm_worker._refuse_rearranged("layers.1.experts", whole, on_cpu=True)
+    with pytest.raises(WeightsError, match="its experts are laid out for FLASHINFER"):
+        vllm_worker._refuse_rearranged("layers.1.experts", whole, on_cpu=False)

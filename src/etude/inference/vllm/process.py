@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from etude.errors import EngineError
 from etude.inference.config import BLOCK_TOKENS, EngineConfig
 from etude.inference.external.client import CONTROL_S, Dialect, RouteSource, ServerClient
 from etude.inference.external.environment import Environment
@@ -25,6 +26,7 @@ SCHEDULERS = {
     device: f"etude.inference.vllm.scheduling.{name}"
     for device, name in (("cpu", "StrictScheduler"), ("cuda", "StrictAsyncScheduler"))
 }
+_CPU_LATENT = (512, 64)  # those of DeepSeek-V3 and Kimi K2
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -110,8 +112,11 @@ def start(
     - `extension`: the import path of the worker extension's class.
     - `arguments`: further command-line arguments.
 
-    Raises `EngineError` when the tested version of vLLM is not installed."""
-    device = environment.require().device
+    Raises `EngineError` when the tested version of vLLM is not installed, or cannot compute the model."""
+    device, latent = environment.require().device, model.latent
+    if device == "cpu" and (why := _cpu_limit(model)):
+        hint = "use reference engines, or vLLM on a GPU"
+        raise EngineError("this vLLM cannot compute the model", why, hint=hint)
     socket = folder / "vllm.sock"
     argv = [str(environment.python), "-m", "etude.inference.external.launch", MODULE, "--uds", str(socket)]
     argv += ["--model", str(checkpoint), "--dtype", str(config.dtype), "--seed", "0"]
@@ -119,16 +124,32 @@ def start(
     argv += ["--max-model-len", str(config.context_tokens + 1)]  # scoring a text samples one token after it
     argv += ["--max-num-seqs", str(config.max_sequences), "--scheduling-policy", "priority"]
     argv += ["--scheduler-cls", SCHEDULERS[device]]
-    argv += ["--enable-prefix-caching", "--block-size", str(BLOCK_TOKENS), *_prefill(config, device)]
-    blocks = -(-kv_tokens // BLOCK_TOKENS) + 1  # vLLM keeps one for itself
+    block = 16 if device == "cpu" and latent is not None else BLOCK_TOKENS  # the only size of CPU_MLA
+    argv += ["--enable-prefix-caching", "--block-size", str(block), *_prefill(config, device)]
+    blocks = -(-kv_tokens // block) + 1  # vLLM keeps one for itself
     argv += ["--num-gpu-blocks-override", str(blocks), "--enable-prompt-tokens-details"]
     argv += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--worker-extension-cls", extension]
     if device == "cpu":
-        argv += ["--enforce-eager", "--kv-cache-memory-bytes", str(blocks * BLOCK_TOKENS * _kv_bytes(model, config))]
+        argv += ["--enforce-eager", "--kv-cache-memory-bytes", str(blocks * block * _kv_bytes(model, config))]
     gives_routes = device == "cuda" and bool(model.num_moe_layers)
     argv += ["--enable-return-routed-experts"] if gives_routes else []
     argv += ["--disable-uvicorn-access-log", *arguments]
     return VllmProcess(argv, _vllm_environ(folder, threads), name=name, socket=socket, gives_routes=gives_routes)
+
+
+def _cpu_limit(model: ModelConfig) -> str:
+    """Return why the CPU build cannot compute this model; "" if it can."""
+    latent = model.latent
+    if latent is None:
+        return ""
+    if (latent.kv_rank, latent.rope_dim) != _CPU_LATENT:
+        return (
+            f"its CPU build decodes latents of {' + '.join(map(str, _CPU_LATENT))} numbers (kv_lora_rank +"
+            f" qk_rope_head_dim), and the model's have {latent.kv_rank} + {latent.rope_dim}"
+        )
+    if model.yarn is None:  # 0.32: log-probabilities are off by up to .7; its YaRN does not use the kernel
+        return "the kernel of its CPU build for RoPE without YaRN rotates queries of latent attention wrongly"
+    return ""
 
 
 def _grammars(checkpoint: Path) -> list[str]:
@@ -164,5 +185,5 @@ def _vllm_environ(folder: Path, threads: int) -> dict[str, str]:
 
 
 def _kv_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """Return the bytes of one token's keys and values in all layers."""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * _BYTES[config.dtype]
+    """Return the bytes of one token's keys and values, or latents, in all layers."""
+    return model.num_layers * model.cache_layout.numbers * _BYTES[config.dtype]

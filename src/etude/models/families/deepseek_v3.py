@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from etude.models.components import Indexer, Latent, Routing, Scores
+from etude.models.components import LATENT_EPS, Indexer, Latent, Routing, Scores
 from etude.models.config import FIXED, MOE, WIDTH, ModelConfig, ModelFamily
 from etude.models.config_json import boolean, positive_float, positive_int, positive_ints
 
@@ -41,7 +41,18 @@ class DeepseekV3(ModelFamily):
         "q_lora_rank, norm_topk_prob, groups, routed_scaling_factor, shared experts, first_k_dense_replace,"
         " rope_interleave, num_nextn_predict_layers, tie_word_embeddings"
     )
-    no_external_engines = "stores products of the latent attention's weights, which weight updates do not reach"
+    no_external_engines = ""
+
+    def unserved(self, c: ModelConfig, engine: str) -> str:
+        if self.no_external_engines or c.latent is None:
+            return self.no_external_engines
+        if engine != "vllm":
+            return "was not tested with latent attention"
+        if c.rms_eps != LATENT_EPS:
+            return f"normalises latents with rms_norm_eps, here {c.rms_eps:g}, and models of this family with 1e-06"
+        if c.llama3 is not None:
+            return "takes every scaling of RoPE for YaRN in this family, and here it is llama3's"
+        return "" if c.latent.interleaved else "rotates neighbouring numbers, and here rope_interleave is false"
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         raw = {"num_key_value_heads": raw.get("num_attention_heads"), **raw}

@@ -21,6 +21,7 @@ class DeepseekV32(DeepseekV3):
         " num_nextn_predict_layers, tie_word_embeddings"
     )
     indexed = True
+    no_external_engines = "was not tested with weights of this family"
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         found = super().read(raw)

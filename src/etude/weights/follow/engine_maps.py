@@ -34,14 +34,16 @@ def transformers_pieces(live: Mapping[str, Any]) -> Pieces:
     )
 
 
-def fused_pieces(live: Mapping[str, Any], *, query_rows: int, key_rows: int) -> Pieces:
+def fused_pieces(live: Mapping[str, Any], *, query_rows: int, key_rows: int, latent_rows: int = 0) -> Pieces:
     """Map the parameters of vLLM or SGLang by name: checkpoint name -> where the tensor is in memory.
 
     In these engines q, k and v are fused in `qkv_proj`, gate and up in `gate_up_proj`, and experts are stacked in
-    `experts.w13_weight` [E, 2I, H] and `experts.w2_weight` [E, H, I]. `query_rows`, `key_rows`: rows of q_proj, and of
-    k_proj and v_proj each, on this rank. Raises `WeightsError` for shapes that do not fit.
+    `experts.w13_weight` [E, 2I, H] and `experts.w2_weight` [E, H, I]. With latent attention q_a_proj and
+    kv_a_proj_with_mqa are fused in `fused_qkv_a_proj`. `query_rows`, `key_rows`: rows of q_proj, and of k_proj and
+    v_proj each, on this rank. `latent_rows`: rows of q_a_proj. Raises `WeightsError` for shapes that do not fit.
     """
-    return merge_pieces(*(_fused(name, value, query_rows, key_rows) for name, value in live.items()))
+    rows = {"q_proj": query_rows, "k_proj": key_rows, "v_proj": key_rows}
+    return merge_pieces(*(_fused(name, value, rows, latent_rows) for name, value in live.items()))
 
 
 def sharded(pieces: Pieces, specs: Mapping[str, Spec], *, rank: int, size: int) -> Pieces:
@@ -78,14 +80,16 @@ def _shard(name: str, one: Piece, spec: Spec, rank: int, size: int) -> Piece:
     return replace(one, window=one.window.narrowed(axis, stop - start), box=box)
 
 
-def _fused(name: str, value: Any, query_rows: int, key_rows: int) -> Pieces:
+def _fused(name: str, value: Any, attention: Mapping[str, int], latent_rows: int) -> Pieces:
     experts = _experts(name, value, ".w13_weight", ".w2_weight")
     if experts:
         return experts
     module, _, last = name.rpartition(".")
     parent, _, kind = module.rpartition(".")
     if kind == "qkv_proj":
-        rows = {"q_proj": query_rows, "k_proj": key_rows, "v_proj": key_rows}
+        rows = attention
+    elif kind == "fused_qkv_a_proj":
+        rows = {"q_a_proj": latent_rows, "kv_a_proj_with_mqa": value.shape[0] - latent_rows}
     elif kind == "gate_up_proj":
         rows = {"gate_proj": value.shape[0] // 2, "up_proj": value.shape[0] // 2}
     else:

@@ -10,9 +10,11 @@ undocumented order. There, an unpacked copy is written and vLLM's own functions 
 own reload does not repack experts and reports no error: measured with 0.32, the mean |change of a logprob| of 0.0057
 became 0.305.)
 
-The names of a Hugging Face checkpoint are mapped to vLLM's for decoders with q/k/v, gate/up and experts. Weights that
-cannot be mapped bit for bit are refused: quantised weights, experts that GPU kernels rearranged, absorbed attention.
-Tested with vLLM 0.32 on CPU, not yet on a GPU. docs/guides/weights-alone.md lists what must be installed beside vLLM.
+The names of a Hugging Face checkpoint are mapped to vLLM's for decoders with q/k/v or latent attention, gate/up and
+experts. Weights that cannot be mapped bit for bit are refused: quantised weights, experts that GPU kernels rearranged,
+experts that are divided among ranks. From `kv_b_proj` of latent attention vLLM has matrices for decoding: views of it,
+or copies. After `kv_b_proj` was written, vLLM's own function makes them again. Tested with vLLM 0.32 on CPU, not yet on
+a GPU. docs/guides/weights-alone.md lists what must be installed beside vLLM.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class WorkerExtension:
             Follower, open_store(store, cache=cache or None), name, branch=branch, public_key=key, can_undo=False
         )
         rows, base = _rows(self.vllm_config), Path(self.vllm_config.model_config.model)
-        memory = _memory(self.model_runner.model)
+        memory = _memory(self.model_runner.model, self.vllm_config.model_config.dtype)
         self.etude_weight_sync = _WeightSync(follower, memory, rows, self.rank % rows.size, base=base)
 
     def etude_prepare(self, version: Mapping[str, Any] | None = None) -> None:
@@ -116,11 +118,12 @@ class WorkerExtension:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The number of rows of q, and of k and v each, on this rank; and the number of ranks that share a tensor."""
+    """The number of rows of q, of k and v each, on this rank, and of q_a; the number of ranks that share a tensor."""
 
     query: int
     key: int
     size: int
+    latent: int = 0
 
 
 @dataclass
@@ -128,7 +131,7 @@ class _Memory:
     """Live memory by the checkpoint's module names, and the functions to call after some of it was written."""
 
     parameters: dict[str, Any] = field(default_factory=dict)
-    packing: list[tuple[tuple[str, ...], Call]] = field(default_factory=list)
+    packing: dict[tuple[str, ...], Call] = field(default_factory=dict)
 
 
 class _WeightSync:
@@ -224,13 +227,11 @@ class _WeightSync:
 
     def _make_target(self) -> Target:
         published = self._follower.tensors
-        parts = {
-            name: fused_pieces({name: value}, query_rows=self._rows.query, key_rows=self._rows.key)
-            for name, value in self._memory.parameters.items()
-        }
+        rows = {"query_rows": self._rows.query, "key_rows": self._rows.key, "latent_rows": self._rows.latent}
+        parts = {name: fused_pieces({name: value}, **rows) for name, value in self._memory.parameters.items()}
         derived = [
             Derived(frozenset(source for name in names for source in parts[name]), pack)
-            for names, pack in self._memory.packing
+            for names, pack in self._memory.packing.items()
         ]
         whole = merge_pieces(*parts.values())
         of = partial(sharded, whole, rank=self._rank, size=self._rows.size)
@@ -281,36 +282,44 @@ def _rows(config: Any) -> _Rows:
         model.get_num_attention_heads(parallel) * head,
         model.get_num_kv_heads(parallel) * head,
         parallel.tensor_parallel_size,
+        getattr(model.hf_text_config, "q_lora_rank", None) or 0,
     )
 
 
-def _memory(model: Any) -> _Memory:
-    """Return vLLM's parameters; on the CPU build, unpacked copies of those that it packed."""
+def _memory(model: Any, dtype: Any) -> _Memory:
+    """Return vLLM's parameters; on the CPU build, unpacked copies of those that it packed. `dtype`: the model's."""
+    from vllm.model_executor.layers.attention import MLAAttention  # type: ignore[import-not-found]
     from vllm.platforms import current_platform  # type: ignore[import-not-found]  # in vLLM's environment alone
 
-    found, on_cpu = _Memory(), current_platform.is_cpu()
+    found, on_cpu, stems = _Memory(), current_platform.is_cpu(), dict[Any, str]()
     for module_name, module in model.named_modules():
         _refuse_rearranged(module_name, module, on_cpu=on_cpu)
-        stem = module_name.replace(".routed_experts", "")
+        stem = stems[module] = module_name.replace(".routed_experts", "")
+        if isinstance(module, MLAAttention):
+            names = (f"{stems[module.kv_b_proj]}.weight",)
+            pack, absorb = found.packing.get(names), partial(module.process_weights_after_loading, dtype)
+            found.packing[names] = absorb if pack is None else partial(_in_turn, pack, absorb)
+            continue  # its parameters are made from kv_b_proj
         plain = {name: value.data for name, value in module.named_parameters(recurse=False)}
         unpacked, pack = _unpacked(module, plain) if on_cpu else ({}, None)
         for name, value in {**plain, **unpacked}.items():
             found.parameters[f"{stem}.{name}"] = value
         if pack is not None:
-            found.packing.append((tuple(f"{stem}.{name}" for name in unpacked), pack))
+            found.packing[tuple(f"{stem}.{name}" for name in unpacked)] = pack
     return found
 
 
 def _refuse_rearranged(name: str, module: Any, *, on_cpu: bool) -> None:
     """Raise `WeightsError` for memory in another order than the checkpoint's, or with copies that are not updated."""
     backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
-    if hasattr(module, "W_UV") or hasattr(module, "W_UK_T"):
-        facts = "its attention stores products of kv_b_proj"
+    hint = f"use one of {', '.join(_AS_LOADED)} for experts, or map it with `etude.weights.follow.runtime_map`"
+    if getattr(module, "expert_map", None) is not None:
+        facts = "each rank has only some of its experts"
+        hint = "leave out --enable-expert-parallel: tensor-parallel ranks divide each expert"
     elif not on_cpu and hasattr(module, "w13_weight") and getattr(backend, "name", "") not in _AS_LOADED:
         facts = f"its experts are laid out for {getattr(backend, 'name', type(module).__name__)}"
     else:
         return
-    hint = f"use one of {', '.join(_AS_LOADED)} for experts, or map it with `etude.weights.follow.runtime_map`"
     raise WeightsError(f"{name or 'the model'} has weights that cannot be mapped", facts, hint=hint)
 
 
@@ -333,6 +342,11 @@ def _unpacked(module: Any, plain: Mapping[str, Any]) -> tuple[dict[str, Any], Ca
         down = torch.empty(experts, hidden, inner, dtype=packed.dtype)
         return {"w13_weight": both, "w2_weight": down}, partial(_pack_experts, module, both, down)
     return {}, None
+
+
+def _in_turn(*calls: Call) -> None:
+    for call in calls:
+        call()
 
 
 def _pack_linear(module: Any, weight: Any) -> None:
