@@ -237,9 +237,9 @@ def _shown(one: Estimate | None) -> str:
 
 
 def accounts(args: argparse.Namespace) -> int:
-    """Print the model, the numbers of questions and the cost in dollars of each judge in a cache file. Returns 0.
+    """Print what each judge in a cache file has answered and cost: model, counts of questions, dollars. Returns 0.
 
-    Raises `InputError` if the file does not exist."""
+    Raises `InputError` if the path is not a file, and `StoreError` if the file cannot be read."""
     if not args.cache.is_file():
         facts = "it is a folder" if args.cache.is_dir() else "it does not exist"
         raise InputError(f"{args.cache} is not a file of verdicts", facts, hint="give the judge's setting `cache`")
