@@ -167,8 +167,8 @@ def tune(args: argparse.Namespace) -> int:
     """Train a checkpoint as a judge: to answer the questions of a rubric with the scores of labelled examples.
 
     It trains on the half of the labels that is for tuning, and prints how often it shows each. Returns 0. Raises
-    `InputError` for a judge whose settings are not form = 'token' and tuned = true, for a score of several tokens, or
-    for a folder without a checkpoint."""
+    `InputError` for a judge whose settings are not form = 'token' and tuned = true, for a score of several tokens, for
+    a question that is too long for the model, or for a folder without a checkpoint."""
     from etude.loop.corpus import encoded, num_tokens
     from etude.models.config import ModelConfig
     from etude.training import mid_train, write_corpus

@@ -1,4 +1,4 @@
-"""All settings of a run: the configs of the other packages in one dataclass, and checks that involve several of them."""
+"""All settings of a run: the configs of the other packages in one dataclass, and checks between them."""
 
 from __future__ import annotations
 

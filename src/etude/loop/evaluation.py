@@ -170,7 +170,7 @@ async def _measured(
 
 
 def judge_dollars(accounts: Mapping[str, float | None] | None, known: Collection[str] = ()) -> float | None:
-    """Return what judges have cost in dollars: the sum of their accounts. None if it is unknown, or without accounts.
+    """Return what judges have cost in dollars: the sum of their accounts. None if unknown, or if there are none.
 
     `accounts`: as `RunProcesses.judge_accounts` returns them. `known`: the keys of all accounts that were seen earlier.
     If one of them is missing now, and the same judge has another account, a host is gone with its file: the sum is

@@ -46,7 +46,7 @@ error."""
 class GroupScorer:
     """Has grader processes measure the reward terms of groups, and stores the values in the ledger.
 
-    Where reward terms take part in it, it also decides whether the held rollouts of a group run."""
+    It also decides whether the held rollouts of a group run, if reward terms take part in this decision."""
 
     def __init__(
         self,
@@ -136,7 +136,8 @@ class GroupScorer:
     async def measure(self, group_id: str, terms: tuple[TermConfig, ...]) -> None:
         """Measure the values of `terms` that the rollouts of a group lack, and store them.
 
-        An unknown value is measured again for `retry_s` seconds, or until it is known (`missing = "wait"`). Raises `PluginError` if a term fails, and `DeadlineExceeded` if a value stays unknown for too long."""
+        An unknown value is measured again for `retry_s` seconds, with `missing = "wait"` until it is known. Raises
+        `PluginError` if a term fails, and `DeadlineExceeded` if a value is still unknown after `WAIT_S` seconds."""
         try:
             if terms and (changed := (await self._measured(group_id, terms))[1]):
                 await self.ledger_thread(self.ledger.add_terms, changed)

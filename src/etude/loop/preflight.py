@@ -59,8 +59,8 @@ def preflight(
 ) -> None:
     """Check a config, and raise the error with which the run would fail later.
 
-    The error is an `EtudeError`: for settings a `ConfigError`, for what they name e.g. a `CheckpointError`, `TaskError`,
-    `MachineError`, `EngineError`, `StoreError` or `LedgerError`.
+    The error is an `EtudeError`: a `ConfigError` for settings; for what they name e.g. a `CheckpointError`,
+    `TaskError`, `MachineError`, `EngineError`, `StoreError` or `LedgerError`.
 
     - `adopted`: the run has its own copy of the starting checkpoint, so the original may be missing.
     - `remote`: the run's processes are on other machines, where tasks and devices were checked before.

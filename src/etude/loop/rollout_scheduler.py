@@ -203,7 +203,8 @@ class RolloutScheduler:
     async def progress(self) -> set[str]:
         """Wait until in some group each rollout has ended or is held.
 
-        Returns the ids of all groups in which this was so since the last call. The wait has no deadline of its own, since every rollout has one."""
+        Returns the ids of all groups that got so far since the last call. The wait has no deadline of its own, since
+        every rollout has one."""
         await self._group_ready.wait()
         self._group_ready.clear()
         ready, self._ready = self._ready, set()

@@ -76,8 +76,9 @@ class SimulatedGroups:
     async def ready(self, num_episodes: int, version: Version) -> list[str]:
         """Admit and roll out the groups for the step after `version`, wait for their rewards, and return their ids.
 
-        `num_episodes`: the number of the step's episodes, from which the number of groups follows. Raises `DeadlineExceeded` if no rollout has ended for `simulated_wait_s` seconds, and the error of a task
-        source, an agent program or a reward term that fails."""
+        `num_episodes`: the number of the step's episodes, from which the number of groups follows. Raises
+        `DeadlineExceeded` if no rollout has ended for `simulated_wait_s` seconds, and the error of a task source, an
+        agent program or a reward term that fails."""
         self._published(version)
         number = self.settings.simulated_groups(num_episodes, self.config.experience.group_size)
         found = await self._open()
