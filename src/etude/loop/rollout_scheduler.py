@@ -211,7 +211,7 @@ class RolloutScheduler:
         return ready
 
     def wake(self) -> None:
-        """Look again for rollouts that can start. To be called when held ones were admitted."""
+        """Look again for rollouts that can start. Call it after held ones were admitted."""
         self._more.set()
 
     async def run(self, more: asyncio.Event) -> None:
