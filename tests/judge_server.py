@@ -204,14 +204,14 @@ def qualities(draw: random.Random, count: int) -> Sequence[int]:
     return [draw.randint(LOW, HIGH) for _ in range(count)]
 
 
-def judge_in_a_thread() -> Iterator[ScriptedJudge]:
-    """A judge that is served in a thread of its own."""
+def judge_in_a_thread(*, most_s: float = 300.0) -> Iterator[ScriptedJudge]:
+    """A judge that is served in a thread of its own, for at most `most_s` seconds."""
     server, ready, ended = ScriptedJudge(), threading.Event(), threading.Event()
 
     async def serve() -> None:
         async with server.serve():
             ready.set()
-            await asyncio.to_thread(ended.wait, 300.0)
+            await asyncio.to_thread(ended.wait, most_s)
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
     thread.start()

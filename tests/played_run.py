@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from etude.config import load, to_toml
+from etude.errors import StoreError
 from etude.experience import Ledger, RolloutFiles, audit
 from etude.harness import ChatFormat
 from etude.loop import learner
 from etude.loop.checkpoints import copy_start_checkpoint
 from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig, open_tasks
-from etude.loop.grader import named_term
+from etude.loop.grader import judge_accounts, named_term
 from etude.loop.processes import Supervisor
 from etude.loop.rollout_result import RolloutResult, store_rollout
 from etude.loop.rpc import MAX_FRAME_BYTES, Caller, serve
@@ -83,6 +84,11 @@ class Players(RunProcesses):
     ) -> list[list[Measured]]:
         rollouts = list(map(self.files.read, summaries))
         return await measure_group([named_term(one, self.run) for one in terms], rollouts, graded)
+
+    async def judge_accounts(self, terms: Sequence[TermConfig]) -> dict[str, float | None] | None:
+        with contextlib.suppress(StoreError):
+            return judge_accounts(terms, self.run)
+        return None
 
 
 class PlayedRun:

@@ -9,7 +9,12 @@ graders (`machines`), and the rest. `rollouts_to_rate` does not depend on how bu
 
 `fixed` is the example as it is. `half` has groups of half the size, so that a step takes half the rollouts: what small
 steps gain alone. `staged` begins each group with three rollouts, and goes on where their rewards differ
-(`experience.min_group_size`). Other ways are tried with one seed. Shares have the interval of the seeds' ratios.
+(`experience.min_group_size`). In `dynamic` a step takes two groups, and up to eight until two have a signal. Other ways
+are tried with one seed. Shares have the interval of the seeds' ratios.
+
+`signal_until_rate` is the mean variance of the rewards within a group until the rate (p (1 − p) for a task with solve
+rate p) as a share of the highest possible one, 1/4. As far as learning goes by the sum of this variance over rollouts,
+no choice of tasks needs a smaller share of the rollouts than that: all of its tasks would be solved half of the time.
 
 `beside_trl` puts a way's share of `fixed` beside etude's share of TRL's best setting in `results/trl.json`, which was
 measured in the same manner (one core, one engine, the same rate and tasks) with groups of a fixed size, but from
@@ -42,12 +47,15 @@ from benchmarks.report import RESULTS, commit, report
 from benchmarks.runs import LAPTOP, brief, evaluate, new_folder, rl_cpu_s
 from etude.config import load, to_toml
 from etude.dashboard.run_view import RunView
+from etude.experience.trace_reader import read_outcomes
+from etude.experience.traces import trace_path
 from etude.loop.config import RunConfig
 
 FIXED = "fixed"
 WAYS = {
     FIXED: [],
     "half": ["experience.group_size=4"],
+    "dynamic": ["experience.groups_per_step=2", "experience.signal_groups=2"],
     "staged": ["experience.min_group_size=3"],
     "staged, source": ["experience.min_group_size=3", "experience.curriculum=source"],
     "staged, 16": ["experience.min_group_size=3", "experience.group_size=16", "experience.groups_per_step=6"],
@@ -60,14 +68,16 @@ Rows = dict[str, Row]
 
 def train(way: str, seed: int, start: Path, args: argparse.Namespace) -> Row:
     """Train for the budget: checkpoints with what they had cost, by process."""
-    never = ["evals.every=100000", "rl.steps=1000", f"rl.checkpoint_every={args.every}"]
-    settings = [f"start={start.resolve()}", f"seed={seed}", *never, *ONE_CORE, *WAYS[way], *args.set]
+    settings = [f"start={start.resolve()}", f"seed={seed}", *ONE_CORE, *WAYS[way], *args.set]
     config, folder = load(LAPTOP, RunConfig, settings), new_folder(f"difficulty-{way.replace(', ', '-')}-{seed}")
+    every = max(1, round(args.every * 64 / (config.experience.groups_per_step * config.experience.group_size)))
+    never = ["evals.every=100000", "rl.steps=1000", f"rl.checkpoint_every={every}"]
+    config = load(LAPTOP, RunConfig, [*settings, *never])
     held = list[int]()
 
     def spent(step: Mapping[str, Any]) -> bool:
         enough = step["step"] >= args.steps or sum(rl_cpu_s(folder, time.time()).values()) >= args.budget_s
-        if step["step"] % args.every == 0 and enough:
+        if step["step"] % every == 0 and enough:
             held.append(int(step["step"]))
         return bool(held) and int(step["step"]) > held[0]  # the checkpoint is written
 
@@ -83,12 +93,34 @@ def train(way: str, seed: int, start: Path, args: argparse.Namespace) -> Row:
             "checkpoint": str((folder / "checkpoints" / f"step-{int(step['step']):06d}").absolute()),
         }
         for step, num in zip(steps, rollouts, strict=True)
-        if step["step"] % args.every == 0
+        if step["step"] % every == 0
     ]
     told = ("step", "reward_mean", "num_groups", "no_signal_share", "turns_mean", "sampled_mean")
-    rows = [{name: round(float(step[name]), 4) for name in told} for step in steps]
+    rows = [
+        {name: round(float(step[name]), 4) for name in told} | {"variance": _variance(folder, int(step["step"]))}
+        for step in steps
+    ]
     (folder / "config.toml").write_text(to_toml(replace(config, seed=0)))  # the same draws for every evaluation
-    return {"way": way, "seed": seed, "start": digest(start), "points": points, "steps": rows, "judged": {}}
+    size = config.experience.group_size
+    return {
+        "way": way,
+        "seed": seed,
+        "start": digest(start),
+        "group_size": size,
+        "points": points,
+        "steps": rows,
+        "judged": {},
+    }
+
+
+def _variance(folder: Path, step: int) -> float:
+    """The mean over a step's groups of the unbiased variance of their rewards, an estimate of the mean p (1 − p)."""
+    _, rollouts = read_outcomes(trace_path(folder / "traces", step))
+    groups: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        if rollout.reward is not None:
+            groups.setdefault(rollout.group_id, []).append(rollout.reward)
+    return round(statistics.fmean(statistics.variance(of) for of in groups.values() if len(of) > 1), 4)
 
 
 def judge(row: Row, at: int, start: Path, args: argparse.Namespace, keep: Any) -> Row:
@@ -128,6 +160,14 @@ def _rollouts(point: Row) -> float:
     return float(point["rollouts"])
 
 
+def _signal(row: Row) -> float:
+    """The mean variance of the rewards of a group until the rate, as a share of the highest possible one, 1/4."""
+    ended = itertools.accumulate(step["num_groups"] * row["group_size"] for step in row["steps"])
+    early = [step for step, num in zip(row["steps"], ended, strict=True) if num <= row["rollouts_to_rate"]]
+    variance = math.fsum(step["num_groups"] * step["variance"] for step in early)
+    return 4 * variance / math.fsum(step["num_groups"] for step in early)
+
+
 def _machines(parts: Mapping[str, float]) -> float:
     return math.fsum(cpu_s for name, cpu_s in parts.items() if name.startswith(BOTH))
 
@@ -159,6 +199,7 @@ def result(rows: Sequence[Row]) -> Row:
         "share_of_fixed": shares,
         "share_of_fixed_by_rollouts": {way: seeds.ratio(rollouts[way], rollouts[FIXED]) for way in shares},
         "share_of_fixed_without_machines": {way: seeds.ratio(rest[way], rest[FIXED]) for way in shares},
+        "signal_until_rate": {way: seeds.mean([_signal(row) for row in of]) for way, of in whole.items()},
         "beside_trl": _beside_trl(shares),
     }
 
@@ -190,7 +231,7 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=100.0, help="CPU seconds of RL")
     parser.add_argument("--steps", type=int, default=1000, help="of RL, at most")
     parser.add_argument("--first-s", type=float, default=70.0, help="the checkpoint of so many is evaluated first")
-    parser.add_argument("--every", type=int, default=4, help="steps between checkpoints")
+    parser.add_argument("--every", type=int, default=4, help="steps of 64 rollouts between checkpoints")
     parser.add_argument("--tasks", type=int, default=512, help="of each evaluation")
     parser.add_argument("--name", default="difficulty", help="of the file in runs/ that keeps the rows")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c")

@@ -124,7 +124,7 @@ async def _played(scripts: Iterable[tuple[Problem, Script]], split: Split, chat:
         answer = Answer(reference=problem.reference(), cases=problem.hidden)
         graded = await grader.grade(task, answer, rollout.exports)
         assert isinstance(graded, Graded)
-        work = Evidence.of_rollout(rollout, graded, (Section.TRACE,), readable=chat.readable)
+        work = Evidence.of_rollout(rollout, graded, (Section.TRACE, Section.FILES), readable=chat.readable)
         found.append(Attempt(work, graded, problem.function.key))
     await runtime.close()
     return found

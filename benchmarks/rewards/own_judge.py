@@ -1,16 +1,18 @@
 """A model of 1.4M parameters as a one-token judge: is an attempt at a repair solved? On tasks and kinds of tasks
 that it was not tuned on.
 
-The model is the mid-trained one of `examples/laptop`. Attempts at tasks of "repair" are written by scripts
-(`attempts`); their label is the outcome of the hidden cases. The judge sees the trace: what the agent called and read,
-with the output of the visible tests where it ran them. It is tuned with functions of two numbers, of a number and a
-constant, and of lists:
+The model is that of `examples/laptop` after RL. It can solve such tasks, so it knows more about right code than the
+mid-trained one. Attempts at tasks of "repair" are written by scripts (`attempts`); their label is the outcome of the
+hidden cases. The judge sees the trace (what the agent called and read, with the output of the visible tests where it
+ran them) and the changed files. It is tuned with functions of two numbers, of a number and a constant, and of lists:
 
-- *same kinds*: other functions of these kinds. No function with the same variables and docstring was in the tuning.
-- *strings*: the fourth kind, which it was not tuned on. Mid-training had such functions, but no verdict about them.
-- *new templates*: expressions and docstrings that no model has ever seen, in tuning or in mid-training.
-- *rollouts*: attempts of the model itself in a run with RL, as `etude judge labels` writes them, on functions that are
-  in no tuning.
+- *same kinds*: other functions of these kinds, of the held-out split. The model never saw one of them, in mid-training,
+  RL or tuning.
+- *strings*: the fourth kind, which it was not tuned on; mid-training and RL had other functions of this kind. The
+  held-out split has few of them.
+- *new templates*: expressions and docstrings that no model has ever seen.
+- *rollouts*: attempts of a model in a run with RL, as `etude judge labels` writes them, on functions that are in no
+  tuning. RL had some of them.
 
 Where the tests ran after the last edit, their output says nearly all. So beside the AUC of all attempts there are those
 of attempts with and without such an output, and the AUC of a rule in place of the judge (`by_rule`). It uses regular
@@ -19,8 +21,8 @@ expressions: it reads the outputs of tests and which file was edited, but not th
 All of it goes through the command line: `etude judge tune`, `etude serve`, `etude judge calibrate`. Works of one
 function are one cluster of the bootstrap. Three seeds of attempts and tuning; the start is one checkpoint.
 
-`python -m benchmarks.rewards.own_judge [--run RUN | --start CHECKPOINT] [--seeds 0 1 2]`
-Six minutes a seed on one core. Tuned judges are kept in `runs/`, so it goes on where it broke off."""
+`python -m benchmarks.rewards.own_judge [--run RUN] [--start CHECKPOINT] [--seeds 0 1 2]`
+Eight minutes a seed on one core. Tuned judges are kept in `runs/`, so it goes on where it broke off."""
 
 from __future__ import annotations
 
@@ -87,8 +89,8 @@ url = "{url}/v1"
 model = "judge"
 form = "token"
 tuned = true
-evidence = ["trace"]
-evidence_chars = 600
+evidence = ["trace", "files"]
+evidence_chars = 480
 at_once = 16
 cache = "{folder}/judges.sqlite"
 """
@@ -174,7 +176,8 @@ def reported(config: Path, labels: Path) -> dict[str, Any]:
 
 
 def probabilities(config: Path, path: Path) -> tuple[list[float], list[bool], list[str]]:
-    """The values of a judge, the labels, and the traces of the same half. All values are in the judge's store."""
+    """The values of a judge (NaN: unknown), the labels, and the traces of the same half. All values are in the judge's
+    store."""
     [term] = build_config(read(config)).rewards.terms
     made = make(Kind.REWARD, term.kind)
     assert isinstance(made, JudgeTerm)
@@ -231,8 +234,8 @@ def measured(
         known = attempts(Split.TRAIN, TUNED, works, seed, "tuning", half=Half.TUNE, tested=TESTED_IN_TUNING, chat=chat)
         write(folder / "tuning.jsonl", known)
         tests = {
-            "same kinds": (Split.TRAIN, TUNED),
-            "strings": (Split.TRAIN, ("s",)),
+            "same kinds": (Split.HELDOUT, TUNED),
+            "strings": (Split.HELDOUT, ("s",)),
             "new templates": (Split.TRANSFER, (*TUNED, "s")),
         }
         for title, (split, families) in tests.items():
@@ -256,7 +259,10 @@ def measured(
                 began = time.perf_counter()
                 found = reported(config, path)
                 found["calibrate_s"] = round(time.perf_counter() - began, 1)
-                values, solved, traces = probabilities(config, path)
+                answers = zip(*probabilities(config, path), strict=True)
+                values, solved, traces = zip(
+                    *(one for one in answers if not np.isnan(one[0])), strict=True
+                )  # known ones
                 functions = clusters(path, Half.REPORT)
                 found |= {"solved": round(float(np.mean(solved)), 4), "functions": len(functions)}
                 found["functions_also_in_tuning"] = len(functions & used)
@@ -282,17 +288,17 @@ def labels_of(run: Path, folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--run", type=Path, help="a run of examples/laptop with stored rollouts (default: make one)")
-    parser.add_argument("--start", type=Path, help="the checkpoint to tune (default: the mid-trained one of the run)")
+    parser.add_argument("--start", type=Path, help="the checkpoint to tune (default: the last one of the run)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--works", type=int, default=8_000, help="attempts for tuning")
+    parser.add_argument("--works", type=int, default=12_000, help="attempts for tuning")
     parser.add_argument("--asked", type=int, default=400, help="attempts of each kind that are asked about")
-    parser.add_argument("--tokens", type=int, default=2_000_000, help="of tuning")
+    parser.add_argument("--tokens", type=int, default=3_700_000, help="of tuning")
     parser.add_argument("--lr", type=float, default=1e-3, help="of tuning")
     args = parser.parse_args()
     journal = Journal("own_judge")
     from_start = [] if args.start is None else [f"start={args.start.resolve()}"]
     run: Path = args.run or start_run(LAPTOP, "own-judge", [*RUN, *from_start])
-    start: Path = args.start or run / "checkpoints" / "mid"
+    start: Path = args.start or run / "checkpoints" / "final"
     sizes = {"works": args.works, "asked": args.asked, "tokens": args.tokens, "lr": args.lr}
     key = {"start": digest(start), "run": run.name, **sizes}
     with tempfile.TemporaryDirectory() as name:

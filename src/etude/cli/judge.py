@@ -15,7 +15,7 @@ from rich.table import Table
 
 from etude.cli.locations import console, open_ledger, open_run
 from etude.config import read
-from etude.errors import Exit, InputError, nearest
+from etude.errors import Exit, InputError, TaskError, nearest
 from etude.harness import ChatFormat
 from etude.loop.limits import build_config
 from etude.loop.locations import rollout_files
@@ -194,7 +194,11 @@ def tune(args: argparse.Namespace) -> int:
     settings = replace(config.mid_training, corpus=None, phases=())  # those are of a run; a judge learns its labels
     most = settings.longest(model.context_tokens)
     texts = exchanges(judge.rubric, own, max_chars=judge.limits.max_chars, seed=config.seed, hide=judge.hide)
-    documents = [encoded(chat, text, most=most) for text in texts]
+    try:
+        documents = [encoded(chat, text, most=most) for text in texts]
+    except TaskError as error:
+        hint = f"lower evidence_chars of the term {args.term} (it is {judge.limits.max_chars}), or show less: evidence"
+        raise InputError("the question about a label is too long for the model", error.facts, hint=hint) from None
     corpus = args.out.absolute().with_name(f"{args.out.name}.corpus")
     write_corpus(corpus, documents)
     times = settings.num_tokens / sum(map(num_tokens, documents))

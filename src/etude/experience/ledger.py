@@ -117,6 +117,7 @@ class Ledger(LedgerQueries):
         computes the rewards in the rows. `log`: called with a line when the server was unreachable for a while. Raises
         `LedgerError` for a ledger with another capacity, or one that another process writes."""
         self._capacity, self._composition = capacity, composition
+        self.grades_decide: Callable[[], bool] = lambda: True  # about held rollouts, at once; else `decide` is called
         self._db = open_database(place, check=self._check_slots, log=log)
         found = self.recall("capacity")
         if found is None:
@@ -297,20 +298,35 @@ class Ledger(LedgerQueries):
         self._release_held({row.group_id for row, _ in ends})
 
     def _release_held(self, group_ids: Collection[str]) -> None:
-        """Decide about the held rollouts of groups whose other rollouts have all ended.
+        """Decide about the held rollouts of groups whose other rollouts have all ended, if grades decide.
 
         They run if the rewards of the others differ, or if fewer than two of these were graded. Otherwise they are
         cancelled. The rewards are those of the rows. Of groups without a held rollout nothing is read."""
-        sql, moves = f"SELECT DISTINCT group_id FROM rollouts WHERE state = '{State.HELD}'", list[_Move]()
+        if not self.grades_decide():
+            return
+        sql = f"SELECT DISTINCT group_id FROM rollouts WHERE state = '{State.HELD}'"
         for group_id in sorted(self._among(group_ids, f"{sql} AND group_id IN (*)")):
             rows = self.group_rows(group_id)
             others = [row for row in rows if row.state is not State.HELD]
             if all(row.state in ENDED for row in others):
-                rewards = [row.reward for row in others if row.state is State.GRADED]
-                agree = len(rewards) > 1 and len(set(rewards)) == 1
-                to, reason = (State.CANCELLED, AGREE) if agree else (State.ADMITTED, "")
-                moves += [_Move(row, to, reason) for row in rows if row.state is State.HELD]
-        self._move(moves)
+                self._release(rows, [row.reward for row in others if row.state is State.GRADED])
+
+    def _release(self, rows: Sequence[Row], rewards: Sequence[float | None]) -> bool:
+        """Let the held ones of these rows run, or cancel them where the rewards of the others agree. Returns whether
+        some run."""
+        agree, held = len(rewards) > 1 and len(set(rewards)) == 1, [row for row in rows if row.state is State.HELD]
+        to, reason = (State.CANCELLED, AGREE) if agree else (State.ADMITTED, "")
+        self._move([_Move(row, to, reason) for row in held])
+        return bool(held) and not agree
+
+    @_atomic
+    def decide(self, group_id: str, changed: Mapping[str, tuple[Graded, float]], rewards: Sequence[float]) -> bool:
+        """Decide about the held rollouts of a group whose other rollouts have all ended, and return whether they run.
+
+        `changed`: as in `add_terms`, of the terms that were measured for the decision. `rewards`: those of the valid
+        rollouts, by which it is decided. A kill leaves both the terms and the decision, or neither."""
+        self.add_terms(changed)
+        return self._release(self.group_rows(group_id), rewards)
 
     @_atomic
     def add_terms(self, changed: Mapping[str, tuple[Graded, float]]) -> None:

@@ -236,6 +236,12 @@ class LedgerQueries:
         sql = f"SELECT group_id FROM rollouts WHERE group_id IN (*) GROUP BY group_id HAVING {settled}"
         return self._among(group_ids, sql, *ENDED)
 
+    def ended_groups(self, group_ids: Collection[str]) -> set[str]:
+        """Return the ids of those groups in which all members but held ones have ended."""
+        settled = f"count(*) = sum(CASE WHEN state IN ({marks(ENDED)}, ?) THEN 1 ELSE 0 END)"
+        sql = f"SELECT group_id FROM rollouts WHERE group_id IN (*) GROUP BY group_id HAVING {settled}"
+        return self._among(group_ids, sql, *ENDED, State.HELD)
+
     def batched_groups(self, group_ids: Collection[str]) -> set[str]:
         """Return the ids of those groups that were ever in a batch. Batches that a restart undid count too."""
         sql = "SELECT DISTINCT group_id FROM rollouts JOIN transitions USING (rollout_id) WHERE group_id IN (*)"

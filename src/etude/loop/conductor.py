@@ -65,6 +65,7 @@ from etude.plugins import Kind, make
 from etude.records.sample import Published, StepReport
 from etude.records.summary import BatchPlan, BatchRef
 from etude.records.task import Split
+from etude.rewards.config import TermConfig
 from etude.run import RunFolder
 from etude.seams import TaskSource
 from etude.telemetry import Telemetry
@@ -74,6 +75,7 @@ STEP_S = 600.0
 BEGIN_S = 2 * STEP_S  # includes the end of a publish of the lost lineage
 AT_ONCE = 32  # groups admitted per transaction
 UNREAD = "its stored rollout cannot be read"
+JUDGES = "judge_accounts"  # in the ledger: keys of the accounts of judges so far
 DURING = "during"  # the name of evaluations between steps
 MAX_FRUITLESS = 6  # lineages in a row that end without a step
 T = TypeVar("T")
@@ -278,12 +280,19 @@ class Conductor:
         await self.ledger_thread(self.ledger.commit, batch.rollout_ids, published.version)
         self._on_published(published)
         if terms := self.rewards.at(batch.step).terms:
-            facts["judge_dollars"] = None  # unknown, if the accounts cannot be read: no reason to end the run
-            with contextlib.suppress(EtudeError):
-                facts["judge_dollars"] = await asyncio.to_thread(judge_dollars, terms, self.run_folder)
+            facts["judge_dollars"] = await self._judge_dollars(terms)
         self.telemetry.event("rl.step", step=batch.step, num_steps=self.config.rl.steps, **facts)
         probe = self.probe.run(dict(self.processes.engines), published, learner_logprobs, remote=self.processes.remote)
         tasks.create_task(probe, name=f"probe of {published.version}")
+
+    async def _judge_dollars(self, terms: Sequence[TermConfig]) -> float | None:
+        """Return what the judges of these terms have cost so far on all hosts; None: unknown, or no judge."""
+        if not (accounts := await self.processes.judge_accounts(terms)):
+            return None
+        known = set(await self.ledger_thread(self.ledger.recall, JUDGES) or ())
+        if new := accounts.keys() - known:
+            await self.ledger_thread(self.ledger.remember, JUDGES, sorted(known | new))
+        return judge_dollars(accounts, known)
 
     def _on_published(self, published: Published) -> None:
         self.processes.set_head(published.version)

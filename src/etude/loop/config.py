@@ -193,7 +193,6 @@ class RunConfig:
         self._check_engine_dtype()
         self._check_ranks()
         self._check_pairs()
-        self._check_stages()
         self._check_forks()
         self._check_mid_training()
         if self.harness.context_tokens > self.engine.context_tokens:
@@ -288,15 +287,6 @@ class RunConfig:
         if hinted := [term.name for term in self.rewards.terms if term.hints]:
             facts = f"the term {hinted[0]!r} has hints, which change advantages; this loss does not use advantages"
             raise ConfigError(what, facts, hint="set hints = 0.0 in the term, or use another loss")
-
-    def _check_stages(self) -> None:
-        """Refuse reward terms that the first stage of dynamic groups does not see. Raises `ConfigError`.
-
-        Grades alone decide whether a group goes on, since terms are measured when all its rollouts have ended."""
-        if self.experience.min_group_size and (unseen := self.rewards.beside_grades):
-            facts = f"the term {unseen[0]!r} counts where all grades are equal, and there a group does not go on"
-            hint = f"set experience.min_group_size = 0, or when = 'grade' in {unseen[0]!r}"
-            raise ConfigError("experience.min_group_size decides by grades alone", facts, hint=hint)
 
     def _check_forks(self) -> None:
         """Refuse settings that do not go with forks of machines. Raises `ConfigError`."""

@@ -10,7 +10,7 @@ import functools
 import math
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,14 +37,12 @@ from etude.loop.rollout_scheduler import (
 )
 from etude.loop.run_in_thread import run_in_thread
 from etude.loop.run_processes import RunProcesses, open_processes
-from etude.plugins import Kind, make
 from etude.prices import read_prices
 from etude.records import Graded, Outcome, RolloutSpec, Version
 from etude.records.summary import RolloutSummary
 from etude.records.task import Split, Task
 from etude.rewards import Composition
 from etude.rewards.config import TermConfig
-from etude.rewards.judges.terms import GroupJudgeTerm, JudgeTerm
 from etude.rollouts.model_url import Endpoint, write_byte_tokeniser, write_endpoint
 from etude.run import RunFolder
 from etude.scratch import ScratchDirectory
@@ -108,7 +106,7 @@ async def evaluate(
         done = await _with_terms(processes, terms, done)
     rows = [_row(*one, processes.config.composition, terms) for one in done]
     write_rows(out, rows)
-    spent = await asyncio.to_thread(judge_dollars, terms, processes.run) if terms else None
+    spent = judge_dollars(await processes.judge_accounts(terms)) if terms else None
     price = price if script is None else NO_PRICE  # its tokens are not those of a model
     result = sum_up(rows, name=name, split=split, step=step, wall_s=wall_s, price=price, judge_dollars=spent)
     telemetry.event("eval.result", **result.facts())
@@ -171,19 +169,18 @@ async def _measured(
         pause_s *= 2
 
 
-def judge_dollars(terms: Sequence[TermConfig], run: RunFolder) -> float | None:
-    """Return what the judges of reward terms have cost in a run; None if it is unknown, or if no term is a judge."""
-    accounts = dict[tuple[Path, str], float | None]()  # terms may share one
-    for config in terms:
-        term = make(Kind.REWARD, config.kind, where=f"rewards.terms: {config.name}")
-        if isinstance(term, JudgeTerm | GroupJudgeTerm):
-            term.enter(run.path, lambda _: "")
-            name, store = term.judge.account, term.judge.store
-            spent = {one.judge: None if one.unpriced else one.dollars for one in store.accounts()}
-            accounts[store.path, name] = spent.get(name, 0.0)
-            store.close()
-    known = [one for one in accounts.values() if one is not None]
-    return math.fsum(known) if accounts and len(known) == len(accounts) else None
+def judge_dollars(accounts: Mapping[str, float | None] | None, known: Collection[str] = ()) -> float | None:
+    """Return the sum of the accounts of judges (`RunProcesses.judge_accounts`); None if it is unknown, or if there are
+    none.
+
+    `known`: keys of accounts that there were before. If the file of one of them is gone with its host, and the judge
+    now has an account elsewhere, the sum is unknown."""
+    if not accounts:
+        return None
+    names = {key.partition(" ")[2] for key in accounts}
+    lost = [key for key in known if key not in accounts and key.partition(" ")[2] in names]
+    found = [one for one in accounts.values() if one is not None]
+    return None if lost or len(found) < len(accounts) else math.fsum(found)
 
 
 def _row(

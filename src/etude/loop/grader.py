@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import hashlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from etude import progress
 from etude.environments import MachineGrader
@@ -30,6 +30,7 @@ from etude.records.task import Trust
 from etude.records.wire import pack
 from etude.rewards import NamedTerm, measure_group
 from etude.rewards.config import TermConfig
+from etude.rewards.judges.terms import GroupJudgeTerm, JudgeTerm
 from etude.run import RunFolder
 from etude.seams import Grader, GroupRewardTerm, InRun, RewardTerm
 from etude.tasks.verifiers import grader_for
@@ -112,12 +113,16 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
             rollouts = await asyncio.gather(*(asyncio.to_thread(files.read, one) for one in summaries))
             return await measure_group([named_term(one, run) for one in terms], rollouts, graded)
 
+    async def accounts(terms: list[TermConfig]) -> dict[str, float | None]:
+        return await asyncio.to_thread(judge_accounts, terms, run)
+
     async def ready() -> bool:
         return True
 
     return {
         "grade": ((Task, RolloutSummary), grade),
         "measure": ((list[TermConfig], list[RolloutSummary], list[Graded]), measured),
+        "judge_accounts": ((list[TermConfig],), accounts),
         "ready": ((), ready),
     }
 
@@ -131,6 +136,21 @@ def named_term(config: TermConfig, run: RunFolder) -> NamedTerm:
         if isinstance(term, InRun):
             term.enter(run.path, lambda ids: _chat(run / "tokenizer").readable(ids))
     return NamedTerm(config.name, _MADE[key], hashlib.sha256(key).hexdigest(), config.when)
+
+
+def judge_accounts(terms: Sequence[TermConfig], run: RunFolder) -> dict[str, float | None]:
+    """Return the dollars that the judges of reward terms have cost in a run, by the accounts on this host.
+
+    A key is the identity of the file, a space, and the name of the account: processes that share a file give the same
+    keys. None: unknown. Raises `StoreError` for a file that cannot be read."""
+    found = dict[str, float | None]()
+    for config in terms:
+        term = named_term(config, run).term
+        if isinstance(term, JudgeTerm | GroupJudgeTerm):
+            account, store = term.judge.account, term.judge.store
+            dollars = {one.judge: None if one.unpriced else one.dollars for one in store.accounts()}
+            found[f"{store.identity()} {account}"] = dollars.get(account, 0.0)
+    return found
 
 
 _chat = functools.cache(ChatFormat.load)

@@ -1,5 +1,8 @@
 """Measures the reward terms of each group when all its rollouts have ended. Then the group is ready for a batch.
 
+If the first rollouts of a group decide whether the others run, and a term takes part in the decision, this term is
+measured when the first ones have ended. Its values and the decision are one transaction.
+
 All siblings are measured by the same version of a term. A value that may be known later, because a service is
 unreachable, is measured again with back-off for `retry_s` seconds after the first failure, and at least once. Then the
 group is used without the term. With `missing = "wait"` it waits, whatever the reason is, and is measured by the newest
@@ -17,6 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from etude.errors import DeadlineExceeded, LedgerError
 from etude.experience import Group, Ledger
+from etude.experience.transitions import State
 from etude.loop.reward_settings import RewardSettings
 from etude.loop.rollout_scheduler import RolloutScheduler
 from etude.loop.run_in_thread import SerialExecutor
@@ -56,14 +60,15 @@ class GroupScorer:
         self._begun = set[str]()  # those, and groups that are being scored
         self._reported = settings.changes
         self._more = asyncio.Event()
+        ledger.grades_decide = lambda: not settings.deciding(self.next_step)[0]
 
     async def run(self, scheduler: RolloutScheduler) -> None:
         """Score every group whose rollouts have ended, until cancelled. Raises `PluginError` for a term that fails."""
-        ended = await self.ledger_thread(lambda: self.ledger.ready_groups(self.ledger.open_groups()))
+        ended = await self.ledger_thread(lambda: self.ledger.ended_groups(self.ledger.open_groups()))
         async with asyncio.TaskGroup() as tasks:
             while True:
                 for group_id in sorted(ended):
-                    tasks.create_task(self._score(group_id), name=f"terms of {group_id}")
+                    tasks.create_task(self._score(group_id, scheduler), name=f"terms of {group_id}")
                 ended = await scheduler.progress()
 
     async def progress(self) -> None:
@@ -85,12 +90,33 @@ class GroupScorer:
             del self.scored[group_id]
         self._begun.difference_update(group_ids)
 
-    async def _score(self, group_id: str) -> None:
+    async def _score(self, group_id: str, scheduler: RolloutScheduler) -> None:
         if group_id in self._begun:
             return
         self._begun.add(group_id)
+        if await self.decide(group_id):
+            self._begun.discard(group_id)  # it is scored when its later rollouts have ended
+            scheduler.wake()
+            return
         await self.measure(group_id, self.settings.measured(self.next_step))
         self._more.set()
+
+    async def decide(self, group_id: str) -> bool:
+        """Decide about the held rollouts of a group whose other rollouts have ended. Returns whether they run now.
+
+        Measures the terms that decide; waits for unknown ones, and raises, as `measure` does. A group with a stored
+        rollout that cannot be read goes on."""
+        rows = await self.ledger_thread(self.ledger.group_rows, group_id)
+        if all(row.state is not State.HELD for row in rows):
+            return False
+        terms, _ = self.settings.deciding(self.next_step)
+        try:
+            graded, changed = await self._measured(group_id, terms)
+        except LedgerError:
+            graded, changed = [], {}
+        _, composition = self.settings.deciding(self.next_step)
+        rewards = [one.value for one in composition.rewards([one.terms for one in graded])]
+        return await self.ledger_thread(self.ledger.decide, group_id, changed, rewards)
 
     async def complete(self, group_ids: Sequence[str], step: int) -> None:
         """Measure the reward terms of `step` that scored groups do not have yet, before `step` trains on the groups.
@@ -109,17 +135,21 @@ class GroupScorer:
 
         Raises `PluginError` if a term fails, and `DeadlineExceeded` if a value stays unknown for too long."""
         try:
-            if terms:
-                await self._measure(group_id, terms)
+            if terms and (changed := (await self._measured(group_id, terms))[1]):
+                await self.ledger_thread(self.ledger.add_terms, changed)
             self.scored[group_id] = terms
         except LedgerError:  # a stored rollout cannot be read: forming the batch reports it
             self.scored[group_id] = ()
 
-    async def _measure(self, group_id: str, terms: tuple[TermConfig, ...]) -> None:
+    async def _measured(
+        self, group_id: str, terms: tuple[TermConfig, ...]
+    ) -> tuple[list[Graded], dict[str, tuple[Graded, float]]]:
+        """Return the outcomes of the valid rollouts of a group with these terms, and the changed ones for
+        `Ledger.add_terms`."""
         group: Group = await self.ledger_thread(self.ledger.group, group_id)
         summaries, had = [one for one, _ in group.valid], [one for _, one in group.valid]
-        if not had:
-            return
+        if not had or not terms:
+            return had, {}
         clock = asyncio.get_running_loop().time
         graded, pause_s, said = had, FIRST_S, dict[str, str]()
         failed_at: float | None = None
@@ -144,13 +174,11 @@ class GroupScorer:
             self._log("without", group_id, unknown, self._reasons(unknown, summaries, graded), waited_s)
         elif said:
             self._log("known", group_id, [], {}, waited_s)
-        changed = {
+        return graded, {
             summary.rollout_id: (new, composition.of(new).value)
             for summary, old, new in zip(summaries, had, graded, strict=True)
             if new != old
         }
-        if changed:
-            await self.ledger_thread(self.ledger.add_terms, changed)
 
     async def _pause(self, seconds: float) -> None:
         """Wait before terms are measured again: so many seconds, or until the settings change."""

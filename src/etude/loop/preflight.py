@@ -30,7 +30,7 @@ from etude.loop.devices import check_devices, check_foreign_device
 from etude.loop.engine_registry import check_listen
 from etude.loop.limits import check_limits, check_positions, first_tasks, start_model_config
 from etude.loop.locations import check_store, has_published, ledger_location, read_ledger
-from etude.loop.reward_settings import check_hints
+from etude.loop.reward_settings import check_hints, check_stages
 from etude.loop.rpc import MAX_FRAME_BYTES
 from etude.loop.task_images import with_images
 from etude.models.config import ModelConfig
@@ -69,6 +69,7 @@ def preflight(
     """
     _check_model(config, adopted=adopted, given=given, log=log)
     check_hints(config.rewards)
+    check_stages(config)
     for term in config.rewards.terms:
         if term.from_step > config.rl.steps:
             facts = f"its from_step is {term.from_step}, and rl.steps = {config.rl.steps}"

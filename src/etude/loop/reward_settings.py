@@ -26,8 +26,9 @@ from etude.plugins import Kind, check_all, found, import_path
 from etude.records import Graded
 from etude.records.summary import BatchPlan
 from etude.rewards import Composition
-from etude.rewards.config import RewardsConfig, TermConfig
+from etude.rewards.config import TERMS, RewardsConfig, TermConfig
 from etude.rewards.effort import Tuned, next_weight
+from etude.rewards.judges.terms import Mode
 from etude.run import HINT_COPY, RunFolder, take_lock, write_durably
 
 FILE, LOCK = "rewards.json", "rewards.lock"
@@ -86,6 +87,13 @@ class RewardSettings:
         weights, hints = rewards.weights(step, tuned), rewards.hints(step)
         own = self._config.composition
         return replace(own, weights=weights, when=rewards.gates, hints=hints, charges=rewards.charges)
+
+    def deciding(self, step: int) -> tuple[tuple[TermConfig, ...], Composition]:
+        """Return the terms that decide at version step `step` whether the later rollouts of a group run, and the
+        composition of the rewards that decide."""
+        rewards, whole = self.at(step), self.composition(step)
+        weights = {name: weight for name, weight in whole.weights.items() if name in rewards.beside_grades}
+        return rewards.deciding(step), replace(whole, weights=weights)
 
     def recall(self, ledger: Ledger, step: int) -> None:
         """Load the state of self-tuned weights for version step `step` from the ledger into `tuned`."""
@@ -174,9 +182,10 @@ def record_change(
     rewards that do not fit the run's other settings, `PluginRefused` and `RunRefused` for plug-ins that cannot be used
     or have changed, and `RunError` when rewards.json is damaged or cannot be written."""
     _require_open(from_step, last_step(), num_steps)
-    replace(read_config(run), rewards=rewards)  # which checks it as a whole
+    config = replace(read_config(run), rewards=rewards)  # which checks it as a whole
     plugins = check_all(list(dict.fromkeys(plugins_in(rewards, "rewards"))))
     check_hints(rewards)
+    check_stages(config)
     check_same_plugins(run, plugins, accept=False)
     known = {one["path"]: one for one in run.plugins()}
     if new := {one.path: msgspec.to_builtins(one) for one in plugins if one.path not in known}:
@@ -209,6 +218,22 @@ def check_hints(rewards: RewardsConfig) -> None:
                 f"the reward term {term.name!r} has hints = {term.hints:g}",
                 'its text is hint = "", so it gives no hints and the setting has no effect',
                 hint=f'set {term.name}.hints = 0.0, or leave out hint = "" for the usual text',
+            )
+
+
+def check_stages(config: RunConfig) -> None:
+    """Refuse terms that compare siblings where the first rollouts of a group decide whether the others run.
+
+    Only terms that take part in the decision (`RewardsConfig.deciding`) are refused: their values are not known before
+    all siblings have ended. Raises `ConfigError`."""
+    deciding = config.rewards.deciding(config.rl.steps) if config.experience.min_group_size else ()
+    for term in deciding:
+        path, mode = import_path(Kind.REWARD, term.kind.path), term.kind.settings.get("mode", Mode.POINTWISE)
+        if hasattr(found(path), "score_group") or (path == TERMS["judge"] and mode != Mode.POINTWISE):
+            raise ConfigError(
+                f"the reward term {term.name!r} cannot be used with experience.min_group_size",
+                "it compares all siblings, but the rewards of the first ones decide whether the others run",
+                hint=f"set experience.min_group_size = 0, or when = 'grade' in {term.name!r}: then it does not decide",
             )
 
 

@@ -201,13 +201,18 @@ class RolloutScheduler:
         self._num_lost: Counter[str] = Counter()  # by rollout: how many of its workers died
 
     async def progress(self) -> set[str]:
-        """Wait until all rollouts of some group have ended. Returns the ids of all such groups since the last call.
+        """Wait until all rollouts of some group but held ones have ended. Returns the ids of all such groups since the
+        last call.
 
         The wait has no deadline of its own, since every rollout has one."""
         await self._group_ready.wait()
         self._group_ready.clear()
         ready, self._ready = self._ready, set()
         return ready
+
+    def wake(self) -> None:
+        """Look for rollouts that can start: held ones may have been admitted."""
+        self._more.set()
 
     async def run(self, more: asyncio.Event) -> None:
         """Start waiting rollouts in order, until cancelled.
@@ -282,7 +287,7 @@ class RolloutScheduler:
                 if counted and one.signs and isinstance(one.outcome, Graded):
                     graded = one.outcome.grade
                     self.ledger.quarantine(one.rollout.rollout_id, reason=str(one.signs[0]), graded=graded)
-            ready = self.ledger.ready_groups({one.rollout.group_id for one in ended})
+            ready = self.ledger.ended_groups({one.rollout.group_id for one in ended})
 
         try:
             await self.ledger_thread(self.ledger.transaction, work)
@@ -327,7 +332,7 @@ class RolloutScheduler:
             invalid = Invalid(boundary=Boundary.WORKER, reason=reason, evidence=str(error))
             await self.ledger_thread(self.ledger.fail, spec.rollout_id, invalid)
             self._more.set()
-            self._announce(await self.ledger_thread(self.ledger.ready_groups, {spec.group_id}))
+            self._announce(await self.ledger_thread(self.ledger.ended_groups, {spec.group_id}))
 
     def _announce(self, ready: set[str]) -> None:
         if ready:

@@ -42,6 +42,8 @@ from etude.telemetry import Telemetry
 from etude.weights.chain.signing import read_signer
 
 T = TypeVar("T")
+ACCOUNTS_S = 20.0
+"""Deadline in seconds of a grader's answer about the accounts of judges, which are in files."""
 GRADE_S = 7_200.0
 """Deadline of one grade in seconds. It is longer than a grade may take (`MachineGrader`), so that slow programs are
 still graded. Time in the queue does not count, since graders report the end of each grade. The supervisor finds graders
@@ -280,6 +282,21 @@ class RunProcesses:
         names = ", ".join(one.name for one in terms)
         hint = "see logs/grader-0.log; then resume the run: graded rollouts are not lost"
         raise EtudeError(f"{attempts} graders were lost while they measured {names}", error, hint=hint)
+
+    async def judge_accounts(self, terms: Sequence[TermConfig]) -> dict[str, float | None] | None:
+        """Return the dollars that the judges of reward terms have cost, as `grader.judge_accounts`, on all hosts.
+
+        Each host that asked a judge has an account of its own. None, if a grader is not up or cannot tell."""
+        callers = [one for one in self.graders.members.values() if not one.lost.is_set()]
+        if len(callers) < self.config.fleet.num_graders:
+            return None
+        found = dict[str, float | None]()
+        try:
+            for one in callers:
+                found |= await one.call("judge_accounts", dict[str, float | None], terms, deadline_s=ACCOUNTS_S)
+        except EtudeError:  # what judges cost is not worth the end of a run
+            return None
+        return found
 
     def _child(
         self, name: str, argv: list[str], *, nice: int = 0, env: Mapping[str, str] = NO_ENV, devices: int = 0

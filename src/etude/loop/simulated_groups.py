@@ -84,6 +84,9 @@ class SimulatedGroups:
             await self._admission.admit([version.step] * (number - len(found)))
             found = await self._open()
         wanted = found[:number]
+        self._rewards.refresh()
+        await self.windows.storage(self._rewards.recall, self.windows.ledger, version.step + 1)
+        self._scorer.begin(version.step + 1)
         await self._roll_out(wanted, version.step + 1)
         await self._score(wanted, version.step + 1)
         return wanted
@@ -106,7 +109,7 @@ class SimulatedGroups:
     async def _ended(self, wanted: Sequence[str], step: int) -> None:
         """Wait until all rollouts of these groups have ended."""
         late, before = False, list[str]()
-        while left := await self.windows.storage(self._left, frozenset(wanted)):
+        while left := await self._undone(wanted):
             if late and left == before:
                 raise await self._overdue(left, step)
             late, before = False, left
@@ -115,6 +118,13 @@ class SimulatedGroups:
                     await self._scheduler.progress()
             except TimeoutError:
                 late = True
+
+    async def _undone(self, wanted: Sequence[str]) -> list[str]:
+        """Return the rollouts of these groups that have not ended, after decisions about held ones."""
+        ended = await self.windows.storage(self.windows.ledger.ended_groups, wanted)
+        if any(await asyncio.gather(*map(self._scorer.decide, sorted(ended)))):
+            self._scheduler.wake()
+        return await self.windows.storage(self._left, frozenset(wanted))
 
     def _left(self, wanted: frozenset[str]) -> list[str]:
         rows = self.windows.ledger.rows(states=[*set(State) - ENDED], open_only=True)
@@ -147,8 +157,6 @@ class SimulatedGroups:
     async def _score(self, wanted: Sequence[str], step: int) -> None:
         """Have the reward terms of `step` measured."""
         self._rewards.refresh()
-        await self.windows.storage(self._rewards.recall, self.windows.ledger, step)
-        self._scorer.begin(step)
         terms = self._rewards.at(step).terms
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -194,6 +194,15 @@ class RewardsConfig:
             one.name for one in self.terms if one.weight and one.name not in self.charges and not self._graded(one)
         )
 
+    def deciding(self, step: int) -> tuple[TermConfig, ...]:
+        """Return the terms that decide, with the grade, whether the later rollouts of a group run: those of
+        `beside_grades` that count at version step `step`, and their gates."""
+        known = {term.name: term.from_step for term in self.terms}
+        names = {name for name in self.beside_grades if known[name] <= step}
+        while gates := {self.gates[name] for name in names if name in self.gates} & known.keys() - names:
+            names |= gates
+        return tuple(term for term in self.terms if term.name in names)
+
     def _graded(self, term: TermConfig) -> bool:
         gate, gates = term.when, self.gates
         while gate in gates:

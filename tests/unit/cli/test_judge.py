@@ -187,7 +187,9 @@ def test_a_work_is_not_cut_by_the_size_of_a_batch(
     Path("labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in colours(4)))
     words = ["judge", "tune", "labels.jsonl", "--config", "config.toml", "--term", "solved", "--start", str(start)]
     assert etude.main([*words, "--out", "tuned"]) != 0
-    assert "an exchange of the corpus is too long" in capsys.readouterr().err
+    told = " ".join(capsys.readouterr().err.split())
+    assert "the question about a label is too long for the model" in told
+    assert "lower evidence_chars of the term solved (it is 24000)" in told
 
 
 @pytest.mark.parametrize(("tokens", "hinted"), [(512, False), (4096, True)])

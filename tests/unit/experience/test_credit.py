@@ -24,7 +24,7 @@ from etude.experience.credit import (
     turn_advantages,
 )
 from etude.experience.group_credit import staged_credit
-from etude.records.reward import Reward
+from etude.records.reward import Reward, Term
 from etude.records.rollout import Graded, TurnKind
 from etude.records.summary import TurnPlace
 from etude.records.task import Trust
@@ -266,20 +266,32 @@ def test_a_part_of_a_turn_is_in_the_reward_of_the_rollout_for_schemes_without_tu
 LEAF = {"aa": 0.4 * 0.7, "ab": 0.4 * 0.3, "ba": 0.6 * 0.45, "bb": 0.6 * 0.55}
 """The probability of each rollout under `POLICY`."""
 EARLY, ALL = 2, 4
+GRADES, TONES = {"aa": 1.0, "ab": 1.0, "ba": 0.0, "bb": 0.0}, {"aa": 0.0, "ab": 0.0, "ba": 0.0, "bb": 0.125}
+WEIGHTS = {"tone": 1.0, "cost": 1.0}
+"""Of terms: the reward of a rollout is its grade, its tone, and what is left of `OUTCOME`, its cost."""
 
 
-def staged_gradient(scheme: Any, *, staged: bool) -> dict[str, float]:
+def with_terms(leaf: str) -> Graded:
+    terms = {"tone": TONES[leaf], "cost": OUTCOME[leaf] - GRADES[leaf] - TONES[leaf]}
+    graded = Graded.of(GRADES[leaf], trust=Trust.DATA, reason="")
+    return graded.with_terms(*(Term(name=name, value=value) for name, value in terms.items()))
+
+
+def staged_gradient(scheme: Any, decides: Composition, *, staged: bool) -> dict[str, float]:
     """The mean over all groups of the summed gradient by the logit of each context: two rollouts, and two more where
-    the rewards of these differ. `staged`: credited as batches are; else as if the group had had one stage."""
+    the rewards of these differ by `decides`. `staged`: credited as batches are; else as if the group had had one
+    stage."""
     found = dict.fromkeys(POLICY, 0.0)
     for first in itertools.product(OUTCOME, repeat=EARLY):
-        more = ALL - EARLY if len({OUTCOME[one] for one in first}) > 1 else 0
+        early = decides.rewards([with_terms(one).terms for one in first])
+        more = ALL - EARLY if len({one.value for one in early}) > 1 else 0
         for rest in itertools.product(OUTCOME, repeat=more):
             group = [*first, *rest]
-            graded = [Graded.of(OUTCOME[one], trust=Trust.DATA, reason="") for one in group]
+            graded = [with_terms(one) for one in group]
             turns = [chain(PROMPT, one[0]) for one in group]
             is_first = [not staged or i < EARLY for i in range(len(group))]
-            for one, credited in zip(group, staged_credit(graded, turns, is_first, Composition(), scheme), strict=True):
+            given = staged_credit(graded, turns, is_first, Composition(weights=WEIGHTS), scheme)
+            for one, credited in zip(group, given, strict=True):
                 own = credited.by_turn or (credited.advantage,) * 2
                 for context, action, advantage in zip((PROMPT, one[0]), one, own, strict=True):
                     slope = (action == "a") - POLICY[context]
@@ -290,7 +302,10 @@ def staged_gradient(scheme: Any, *, staged: bool) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("scheme", "factors"), [(Rloo(), (1, 1)), (Fork(), (1, 1)), (DrGrpo(), (1 / 2, 3 / 4))], ids=["rloo", "fork", "dr"]
 )
-def test_groups_that_go_on_where_rewards_differ_have_the_true_gradient_times_a_known_factor(scheme, factors):
+@pytest.mark.parametrize("terms", [(), ("tone",), ("tone", "cost")], ids=["grade", "term", "reward"])
+def test_groups_that_go_on_where_rewards_differ_have_the_true_gradient_times_a_known_factor(scheme, factors, terms):
+    """`terms`: those that decide with the grade. Whatever part of the reward decides, credit is for the whole of it."""
+    decides = Composition(weights={name: WEIGHTS[name] for name in terms})
     value = {c: POLICY[c] * OUTCOME[c + "a"] + (1 - POLICY[c]) * OUTCOME[c + "b"] for c in "ab"}
     slope = {c: p * (1 - p) for c, p in POLICY.items()}
     true = {
@@ -298,11 +313,15 @@ def test_groups_that_go_on_where_rewards_differ_have_the_true_gradient_times_a_k
         FIRST: POLICY[PROMPT] * slope[FIRST] * (OUTCOME["aa"] - OUTCOME["ab"]),
         LAST: (1 - POLICY[PROMPT]) * slope[LAST] * (OUTCOME["ba"] - OUTCOME["bb"]),
     }
-    goes_on = 1.0 - math.fsum(chance**2 for chance in LEAF.values())
+    chances: dict[float, float] = {}
+    for leaf, chance in LEAF.items():
+        value = decides.of(with_terms(leaf)).value
+        chances[value] = chances.get(value, 0.0) + chance
+    goes_on = 1.0 - math.fsum(chance**2 for chance in chances.values())
     factor = EARLY * factors[0] + goes_on * (ALL - EARLY) * factors[1]
     expected = pytest.approx({context: factor * one for context, one in true.items()}, abs=1e-12)
-    assert staged_gradient(scheme, staged=True) == expected
-    pooled = staged_gradient(scheme, staged=False)
+    assert staged_gradient(scheme, decides, staged=True) == expected
+    pooled = staged_gradient(scheme, decides, staged=False)
     ratios = [pooled[context] / true[context] for context in POLICY]
     assert max(ratios) / min(ratios) > 1.02, "with later siblings in the first ones' baseline the direction is biased"
 

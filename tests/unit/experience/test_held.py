@@ -6,6 +6,7 @@ import pytest
 
 from etude.experience import Ledger
 from etude.experience.transitions import State
+from etude.records.reward import Term
 
 NAMES = [f"g000000.{i}" for i in range(4)]
 
@@ -74,3 +75,45 @@ def test_the_reward_of_a_quarantined_first_sibling_is_not_compared(ledger, kit) 
     ledger.move(NAMES[0], "quarantined", reason="its record cannot be read")
     ended(ledger, kit, 1, 1.0)
     assert [spec.rollout_id for spec in ledger.start(8)] == NAMES[2:], "only one reward is left"
+
+
+def later(ledger: Ledger, kit, first: float, second: float) -> None:
+    """Two first siblings have ended with these grades, and terms decide."""
+    ledger.grades_decide = lambda: False
+    begun(ledger, kit)
+    ended(ledger, kit, 0, first)
+    ended(ledger, kit, 1, second)
+
+
+@pytest.mark.parametrize(("rewards", "run"), [([1.5, 1.0], True), ([1.0, 1.0], False), ([1.0], True)])
+def test_where_terms_decide_held_siblings_wait_for_the_decision_and_terms_are_stored_with_it(
+    ledger, kit, rewards, run
+) -> None:
+    later(ledger, kit, 1.0, 1.0)
+    assert ledger.start(8) == [], "grades do not decide"
+    assert not ledger.ready_groups(["g000000"])
+    assert ledger.ended_groups(["g000000"]) == {"g000000"}
+    judged = kit.graded(1.0).with_terms(Term(name="tone", value=0.5))
+    assert ledger.decide("g000000", {NAMES[0]: (judged, 1.5)}, rewards) is run
+    found = ledger.finished(NAMES[0])
+    assert found is not None
+    assert found.outcome == judged
+    assert ledger.row(NAMES[0]).reward == 1.5
+    assert [spec.rollout_id for spec in ledger.start(8)] == (NAMES[2:] if run else [])
+    assert ledger.ready_groups(["g000000"]) == (set() if run else {"g000000"})
+
+
+def test_a_decision_that_cannot_be_stored_leaves_neither_its_terms_nor_itself(ledger, kit, monkeypatch) -> None:
+    later(ledger, kit, 1.0, 0.0)
+    judged = kit.graded(1.0).with_terms(Term(name="tone", value=0.5))
+
+    def full(*given: object) -> bool:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(Ledger, "_release", full)
+    with pytest.raises(OSError, match="the disk is full"):
+        ledger.decide("g000000", {NAMES[0]: (judged, 1.5)}, [1.5, 0.0])
+    found = ledger.finished(NAMES[0])
+    assert found is not None
+    assert found.outcome == kit.graded(1.0)
+    assert ledger.row(NAMES[2]).state is State.HELD

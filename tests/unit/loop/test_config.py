@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from etude.experience import Ledger
 from etude.loop.config import RunConfig, config_to_resume, read_config
 from etude.loop.limits import build_config
 from etude.loop.preflight import check_ledger
+from etude.loop.reward_settings import check_stages
 from etude.numerics.config import Quantise
 from etude.run import RunFolder
 
@@ -183,17 +185,38 @@ def test_an_engine_that_cannot_compute_as_the_run_asks_is_refused(numerics: dict
     assert build(RunConfig, {"fleet": fleet, "numerics": {"mode": "native"}}).max_running == 96
 
 
-def test_a_reward_that_grades_do_not_show_is_refused_where_grades_decide_whether_a_group_goes_on() -> None:
+def test_terms_that_compare_siblings_are_refused_by_name_where_first_rewards_decide() -> None:
     own, effort = {"name": "tone", "kind": "examples.plugins.rewards:FewTurns"}, {"name": "effort", "kind": "effort"}
-    staged = {"experience": {"min_group_size": 2}}
-    with pytest.raises(ConfigError, match="min_group_size decides by grades alone") as caught:
-        build(RunConfig, staged | {"rewards": {"terms": [effort, own]}})
-    assert "'tone' counts where all grades are equal" in caught.value.facts
+    rank = {"name": "rank", "kind": "tests.loop.test_group_rewards:Rank"}
+    pairs = {"name": "rank", "kind": {"kind": "judge", "mode": "pairwise"}}
+    lone = {"name": "rank", "kind": {"kind": "judge", "mode": "pointwise"}}
+
+    def staged(*terms: dict[str, Any], size: int = 2) -> RunConfig:
+        return build(RunConfig, {"experience": {"min_group_size": size}, "rewards": {"terms": [*terms]}})
+
+    gate = rank | {"weight": 0.0}
+    for terms in ([effort, own, rank], [pairs], [gate, own | {"when": "rank"}]):
+        with pytest.raises(
+            ConfigError, match=r"the reward term 'rank' cannot be used with experience\.min_group"
+        ) as bad:
+            check_stages(staged(*terms))
+        assert "when = 'grade' in 'rank'" in bad.value.hint
+        check_stages(staged(*terms, size=0))
+    for terms in ([gate], [rank | {"when": "grade"}], [lone, own]):
+        check_stages(staged(*terms))
+
+
+def test_terms_that_count_for_unsolved_rollouts_decide_and_so_do_their_gates() -> None:
+    own, effort = {"name": "tone", "kind": "examples.plugins.rewards:FewTurns"}, {"name": "effort", "kind": "effort"}
     gated = [own | {"when": "submitted"}, own | {"name": "b", "when": "c"}, own | {"name": "c", "weight": 0.0}]
-    assert build(RunConfig, {"rewards": {"terms": gated}}).rewards.beside_grades == ("tone", "b")
+    found = build(RunConfig, {"rewards": {"terms": [effort, *gated]}}).rewards
+    assert found.beside_grades == ("tone", "b")
+    assert [one.name for one in found.deciding(1)] == ["tone", "b", "c"]
     gate = own | {"name": "gate", "weight": 0.0, "when": "tests"}
     for terms in ([own | {"weight": 0.0}], [own | {"when": "grade"}], [gate, own | {"when": "gate"}]):
-        assert build(RunConfig, staged | {"rewards": {"terms": [effort, *terms]}}).experience.min_group_size == 2
+        assert build(RunConfig, {"rewards": {"terms": [effort, *terms]}}).rewards.deciding(1) == ()
+    late = build(RunConfig, {"rewards": {"terms": [own | {"from_step": 5}]}}).rewards
+    assert [len(late.deciding(step)) for step in (4, 5)] == [0, 1]
 
 
 @pytest.mark.parametrize(
