@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import json
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -291,13 +291,13 @@ class RunProcesses:
         callers = [one for one in self.graders.members.values() if not one.lost.is_set()]
         if len(callers) < self.config.fleet.num_graders:
             return None
-        found = dict[str, float | None]()
         try:
-            for one in callers:
-                found |= await one.call("judge_accounts", dict[str, float | None], terms, deadline_s=ACCOUNTS_S)
+            calls = [
+                one.call("judge_accounts", dict[str, float | None], terms, deadline_s=ACCOUNTS_S) for one in callers
+            ]
+            return dict(ChainMap(*await asyncio.gather(*calls)))
         except EtudeError:  # what judges cost is not worth the end of a run
             return None
-        return found
 
     def _child(
         self, name: str, argv: list[str], *, nice: int = 0, env: Mapping[str, str] = NO_ENV, devices: int = 0
