@@ -36,16 +36,21 @@ class TokenPrices:
     cached_input: MaybeDollars = None  # of input tokens that the server had in its cache
     output: MaybeDollars = None
 
-    def cost(self, num_input: int, num_cached: int, num_output: int) -> float | None:
+    def cost(self, num_input: int, num_cached: int | None, num_output: int) -> float | None:
         """Return the dollars of a number of tokens; None if the price of some of them is unknown.
 
-        `num_input` is all input tokens. `num_cached` of them were in the server's cache.
+        `num_input` is all input tokens. `num_cached` of them were in the server's cache; None: it is unknown how many,
+        so the dollars are, too, unless both prices are equal.
 
         >>> TokenPrices(input=2.0, output=10.0).cost(1000, 0, 100)
         0.003
         >>> TokenPrices(input=2.0, output=10.0).cost(1000, 500, 100) is None
         True
         """
+        if num_cached is None:
+            if self.input != self.cached_input:
+                return None
+            num_cached = 0
         counts = ((num_input - num_cached, self.input), (num_cached, self.cached_input), (num_output, self.output))
         parts = [(count, price) for count, price in counts if count]
         known = [count * price for count, price in parts if price is not None]

@@ -158,4 +158,11 @@ def test_accounts_of_all_graders_are_put_together_and_one_that_does_not_tell_mak
     assert asked({"a tone": 1.0}, DeadlineExceeded("no answer", "for 20 s", hint="see its log")) is None
     assert asked({"a tone": 1.0}, {"b tone": 1.0}, up=1) is None
     assert asked({}, {}) is None, "no judge"
-    assert judge_dollars({"b tone": 1.0}, ["b tone", "a style"]) == 1.0, "a judge that is asked no more"
+
+
+def test_a_judge_that_was_removed_still_counts_with_what_it_had_cost() -> None:
+    earlier = {"b tone": 0.5, "a style": 2.0}
+    assert judge_dollars({"b tone": 1.0}, earlier) == 3.0
+    assert judge_dollars({}, earlier) == 2.5
+    assert judge_dollars({"b tone": 1.0}, {"a style": None}) is None
+    assert judge_dollars({"c tone": 1.0}, earlier) is None, "a file of the judge is gone"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from etude.loop.locations import weights_store
 from etude.loop.production import NOT_PROMOTED, ProductionTrainer
 from etude.loop.production_loop import ProductionLoop
 from etude.loop.production_windows import WINDOW, Window, Windows
+from etude.prices import Prices, TokenPrices
 from etude.privacy import PrivacyFolder
 from etude.production import LearnSettings
 from etude.production.settings import LoopSettings, Undecided
@@ -32,6 +34,7 @@ from etude.releases import Release, Releases, ReleaseSettings
 from etude.releases import State as ReleaseState
 from etude.releases.pointers import STABLE, branch_version
 from etude.releases.releases import LOOP, OPERATOR, RULES
+from etude.releases.settings import Metric
 from etude.signals import FeedbackFile
 from etude.weights.chain import history
 from etude.weights.chain.branches import point
@@ -50,6 +53,7 @@ class Here:
         self.path, self.played = path, PlayedRun.create(path / MODEL, game, *sets)
         asyncio.run(self._finish_rl())
         self.lines, self.steps = list[str](), list[dict[str, Any]]()
+        self.prices = Prices(models={"policy": TokenPrices(1.0, 1.0, 1.0)})
         self.users = Users(self.played.folder, path)
 
     async def _finish_rl(self) -> None:
@@ -87,9 +91,16 @@ class Here:
             patch.setattr(production_loop, "trainer_of", trainer)
             async with self.played.conductor() as conductor:
                 conductor.close()
-                telemetry, outcomes = conductor.telemetry, FeedbackSignals(file).outcomes
+                telemetry, signals = conductor.telemetry, FeedbackSignals(file)
                 made = ProductionLoop(
-                    windows, release, telemetry, outcomes, self.users.releases, poll_s=0.05, tell=self.lines.append
+                    windows,
+                    release,
+                    telemetry,
+                    signals.outcomes,
+                    self.users.releases,
+                    poll_s=0.05,
+                    tell=self.lines.append,
+                    costs=partial(signals.costs, folder, self.prices),
                 )
 
                 async def check(release: Release) -> Any:
@@ -221,22 +232,39 @@ def test_the_rate_of_production_steps_rises_to_its_share_of_the_peak_and_has_no_
 
 
 @pytest.mark.parametrize(
-    ("undecided", "state"),
-    [(Undecided.PROMOTE, ReleaseState.PROMOTED), (Undecided.ROLL_BACK, ReleaseState.ROLLED_BACK)],
+    ("undecided", "cost_rise", "state"),
+    [
+        (Undecided.PROMOTE, None, ReleaseState.PROMOTED),
+        (Undecided.ROLL_BACK, None, ReleaseState.ROLLED_BACK),
+        pytest.param(Undecided.PROMOTE, 1e9, ReleaseState.ROLLED_BACK, marks=pytest.mark.slow),  # costs are unknown
+    ],
 )
 def test_a_release_without_a_decision_ends_as_the_settings_say(
-    here: Here, undecided: Undecided, state: ReleaseState
+    here: Here,
+    undecided: Undecided,
+    cost_rise: float | None,
+    state: ReleaseState,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _candidate_of_rl(here)
-    enough = settings(**QUICK | {"subjects": 1}, max_s=20.0)  # several of the users have come by then on any host
+    monkeypatch.setattr("etude.signals.join.GRACE_S", 0.0)
+    metrics = (Metric("kept", cost_rise=cost_rise),)
+    here.prices = here.prices if cost_rise is None else Prices()
+    enough = settings(  # several of the users have come by then on any host
+        **QUICK | {"subjects": 1}, max_s=20.0, metrics=metrics
+    )
     asyncio.run(here.cycles(1, enough, names=NAMES[:8], loop={"undecided": undecided}))
     [release] = here.users.begun()
     assert release.state is state
     assert "without a decision: no decision at 50 %" in here.window()["result"], here.window()
     assert here.stable == (release.candidate if state is ReleaseState.PROMOTED else release.stable)
-    by = [(one.state, one.by) for one in _with_releases(here, lambda one: one.why(1))]
+    told = _with_releases(here, lambda one: one.why(1))
+    by = [(one.state, one.by) for one in told]
     assert by[0] == (ReleaseState.CANDIDATE, LOOP)
     assert by[-1] == (state, LOOP)
+    costs = next(one.evidence for one in told if one.state is ReleaseState.HELD)["costs"]["stable"]
+    assert costs["answers"]
+    assert bool(costs["dollars"]) is (cost_rise is None)
     assert {one for _, one in by[1:-1]} <= {LOOP, RULES}
 
 
@@ -275,6 +303,7 @@ def test_suites_of_the_gate_are_checked_before_a_window_is_trained(
         ("minni.toml", "no suite 'minni.toml'"),
         (str(here.path / "no_source.toml"), "no_such"),
         ('small.toml"\ncost_rise = 0.1 # "', "the gate of small.toml has cost_rise, and there are no prices"),
+        ('small.toml"\n[[metrics]]\nname = "a"\ncost_rise = 0.1 # "', "the metric a has cost_rise"),
     ):
         (here.path / "release.toml").write_text(RELEASE.replace("small.toml", suite))
         words = ["learn", str(here.played.folder.path), "--privacy", str(here.users.privacy)]

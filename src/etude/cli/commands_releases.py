@@ -34,6 +34,12 @@ def add_release_commands(commands: Commands[Parser]) -> None:
     for parser in (gate, why):
         help_text = "results of etude eval (default: %(default)s)"
         parser.add_argument("--evals", type=Path, default=Path("evals"), metavar="DIR", help=help_text)
+    for parser in (advance, why):
+        what = "with --feedback: dollars per kept change of both versions, at these prices"
+        parser.add_argument("--prices", type=Path, metavar="FILE", help=what)
+        what = "signals of etude serve --feedback"
+        parser.add_argument("--feedback", type=Path, metavar="FILE", help=what)
+        add_folder(parser)
     promote = add(release, "promote", "releases:promote", "make the candidate the stable version")
     hold = add(release, "hold", "releases:hold", "keep the canary at its share until it is resumed")
     resume = add(release, "resume", "releases:resume", "continue with a release that was held")

@@ -19,15 +19,16 @@ from etude.dashboard.formatting import number, size
 from etude.dashboard.run_view import read_json
 from etude.errors import EtudeError, Exit, InputError
 from etude.plugins import check_all
-from etude.prices import read_prices
+from etude.prices import Prices, read_prices
 from etude.privacy import PrivacyFolder
 from etude.production import LearnSettings, read_settings
 from etude.production.episodes import SIMULATED, SOURCE
 from etude.production.outcomes import Values
 from etude.records import Version
 from etude.records.task import Split
-from etude.releases import Outcome
-from etude.releases.feedback import outcomes_of
+from etude.releases import Outcome, Release
+from etude.releases.costs import Costs
+from etude.releases.feedback import CostReader, outcomes_of
 from etude.releases.settings import read_settings as read_release
 from etude.run import RunFolder
 from etude.signals import FeedbackFile
@@ -44,6 +45,7 @@ class FeedbackSignals:
 
     def __init__(self, file: FeedbackFile) -> None:
         self._file = file
+        self._costs: CostReader | None = None
 
     def values_of(self, response_ids: Sequence[str]) -> dict[str, Values]:
         """Return the values of the signals about these responses, by response and name."""
@@ -57,6 +59,14 @@ class FeedbackSignals:
         """Yield the signals about answers that began at `since` (Unix time in s) or later, for the canary of a
         release."""
         return outcomes_of(self._file.signals(since=since), metrics)
+
+    def costs(self, folder: PrivacyFolder, prices: Prices, release: Release, since: float) -> Costs:
+        """Return the dollars per kept change of answers served since the present share of a canary began (Unix time in
+        s). What was read in an earlier call is not read again."""
+        known = self._costs
+        if known is None or (known.release.number, known.since) != (release.number, since):
+            known = self._costs = CostReader(release, prices, since=since)
+        return known.read(folder, self._file)
 
 
 def learn(args: argparse.Namespace) -> int:
@@ -171,16 +181,19 @@ async def _work(windows: Windows, signals: FeedbackSignals, telemetry: Telemetry
         what, facts = "the settings have no section [loop]", "it names the settings of the releases"
         raise InputError(what, facts, hint='write [loop] and release = "release.toml" in the file of --settings')
     release, prices = read_release(windows.settings.loop.release), windows.settings.loop.prices
+    uses = [(f"the metric {one.name}", one.cost_rise) for one in release.metrics]
     for gate in release.gate:  # before hours of training
         await run_in_thread(partial(check_suite, gate.suite, windows.run))
-        if gate.cost_rise is not None and prices is None:
-            what, facts = f"the gate of {gate.name} has cost_rise, and there are no prices", "a cost would be unknown"
+        uses.append((f"the gate of {gate.name}", gate.cost_rise))
+    for name, rise in uses:
+        if rise is not None and prices is None:
+            what, facts = f"{name} has cost_rise, and there are no prices", "a cost would be unknown"
             raise InputError(
                 what, facts, hint='write prices = "prices.toml" in [loop] of --settings, or remove cost_rise'
             )
-    if prices is not None:
-        read_prices(prices)
-    loop = ProductionLoop(windows, release, telemetry, signals.outcomes, args.releases, poll_s=args.poll_s, tell=tell)
+    costs = {} if prices is None else {"costs": partial(signals.costs, windows.folder, read_prices(prices))}
+    outcomes, releases = signals.outcomes, args.releases
+    loop = ProductionLoop(windows, release, telemetry, outcomes, releases, poll_s=args.poll_s, tell=tell, **costs)
     try:
         await loop.forever(args.cycles, on_step=on_step)
     finally:

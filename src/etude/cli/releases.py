@@ -15,8 +15,11 @@ from etude.cli.locations import open_run
 from etude.cli.store_locations import existing_store, is_same_store
 from etude.errors import Exit, InputError
 from etude.evals.suites import read_suite
+from etude.prices import read_prices
+from etude.privacy import PrivacyFolder
 from etude.releases import Decision, Release, Releases, check_gate
-from etude.releases.feedback import outcomes_of
+from etude.releases.costs import Costs
+from etude.releases.feedback import CostReader, outcomes_of
 from etude.releases.gate import Played, loop_evals, read_parity, read_played
 from etude.releases.outcomes import read_outcomes
 from etude.releases.releases import LOOP
@@ -24,6 +27,7 @@ from etude.releases.settings import read_settings
 from etude.releases.states import State
 from etude.releases.undecided import missing_checks
 from etude.seams import BlobStore
+from etude.signals import FeedbackFile
 from etude.stores import open_store
 from etude.weights.chain import inspect, signing
 from etude.weights.chain.history import stored
@@ -74,7 +78,8 @@ def advance(args: argparse.Namespace) -> int:
     """Complete a transition that was interrupted, or let the rules decide the next step of the newest release. Returns
     0."""
     with _opened(args) as releases:
-        release, found = releases.advance(_store(releases), now=time.time())
+        costs = _costs(args, releases, releases.newest())
+        release, found = releases.advance(_store(releases), now=time.time(), costs=costs)
     print(_line(release))
     if found is not None:
         _print_decision(found)
@@ -123,7 +128,7 @@ def why(args: argparse.Namespace) -> int:
         elif release.state is State.CANDIDATE:
             _print_gate(release, [args.evals, loop_evals(args.file)], by_loop=transitions[0].by == LOOP)
         elif release.share:
-            _print_decision(releases.look(release, now=time.time()))
+            _print_decision(releases.look(release, now=time.time(), costs=_costs(args, releases, release)))
     return Exit.DONE
 
 
@@ -212,6 +217,31 @@ def _print_decision(found: Decision) -> None:
     for one in found.evidence:
         bounds = f"{one.value:+.3f} ({one.low:+.3f} to {one.high:+.3f})"
         print(f"  {one.metric}: {bounds}, {one.canary} subjects against {one.stable}")
+
+    for arm, cost in (found.costs or {}).items():
+        bounds = "" if cost.low is None else f" ({cost.low:.3g} to {cost.high:.3g})"
+        told = "unknown" if cost.value is None else f"{cost.value:.3g}{bounds}"
+        print(
+            f"  dollars per kept change, {arm}: {told}; {cost.kept:g} kept, {cost.answers} answers of {cost.subjects}"
+            " users"
+        )
+
+
+def _costs(args: argparse.Namespace, releases: Releases, release: Release) -> Costs | None:
+    """Return the dollars per kept change at the present share; None without --prices, and if nothing is compared."""
+    if (args.prices is None) != (args.feedback is None):
+        given, other = ("--prices", "--feedback") if args.feedback is None else ("--feedback", "--prices")
+        facts = "dollars per kept change need prices of tokens and signals about answers"
+        raise InputError(f"{given} needs {other}", facts, hint=f"add {other} FILE")
+    if args.prices is None or release.share not in release.settings.compared_shares:
+        return None
+    reader = CostReader(release, read_prices(args.prices), since=releases.share_since(release))
+    folder = args.capture or FeedbackFile.privacy_of(args.feedback)
+    if folder is None:
+        facts = "the tokens of answers are in the folder of etude serve --capture"
+        raise InputError(f"{args.feedback} belongs to no captured answers", facts, hint="serve with --capture DIR, too")
+    with opened_feedback(args.feedback, folder) as file, PrivacyFolder(folder) as privacy:
+        return reader.read(privacy, file)
 
 
 def _print_gate(release: Release, folders: Sequence[Path], *, by_loop: bool) -> None:

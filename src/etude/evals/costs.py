@@ -67,10 +67,6 @@ def _tokens(rows: Sequence[EvalRow], price: Price) -> float | None:
     prompt, cached = total(row.prompt for row in rows), total(row.cached for row in rows)
     if prompt is None:
         return None
-    if cached is None:  # then the upper bound would be a guess, unless both prices are equal
-        if price.tokens.input != price.tokens.cached_input:
-            return None
-        cached = 0
     return price.tokens.cost(prompt, cached, sum(row.sampled for row in rows))
 
 

@@ -49,6 +49,7 @@ def offer_answers(
             prompt_ids=answer.prompt_ids,
             completion=answer.completion,
             sampling=answer.sampling,
+            summary_tokens=(answer.summaries.num_prompt, answer.summaries.num_sampled),
         )
         for recorder in recorders:
             recorder.offer(served)

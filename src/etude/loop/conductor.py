@@ -75,7 +75,7 @@ STEP_S = 600.0
 BEGIN_S = 2 * STEP_S  # includes the end of a publish of the lost lineage
 AT_ONCE = 32  # groups admitted per transaction
 UNREAD = "its stored rollout cannot be read"
-JUDGES = "judge_accounts"  # in the ledger: keys of the accounts of judges so far
+JUDGES = "judge_accounts"  # in the ledger: dollars of each account of judges, as last read
 DURING = "during"  # the name of evaluations between steps
 MAX_FRUITLESS = 6  # lineages in a row that end without a step
 T = TypeVar("T")
@@ -279,20 +279,21 @@ class Conductor:
         published = await self._call("published", Published)
         await self.ledger_thread(self.ledger.commit, batch.rollout_ids, published.version)
         self._on_published(published)
-        if terms := self.rewards.at(batch.step).terms:
-            facts["judge_dollars"] = await self._judge_dollars(terms)
+        terms = self.rewards.at(batch.step).terms
+        if (dollars := await self._judge_dollars(terms)) is not None or terms:
+            facts["judge_dollars"] = dollars
         self.telemetry.event("rl.step", step=batch.step, num_steps=self.config.rl.steps, **facts)
         probe = self.probe.run(dict(self.processes.engines), published, learner_logprobs, remote=self.processes.remote)
         tasks.create_task(probe, name=f"probe of {published.version}")
 
     async def _judge_dollars(self, terms: Sequence[TermConfig]) -> float | None:
-        """Return what the judges of these terms have cost so far on all hosts; None: unknown, or no judge."""
-        if not (accounts := await self.processes.judge_accounts(terms)):
-            return None
-        known = set(await self.ledger_thread(self.ledger.recall, JUDGES) or ())
-        if new := accounts.keys() - known:
-            await self.ledger_thread(self.ledger.remember, JUDGES, sorted(known | new))
-        return judge_dollars(accounts, known)
+        """Return what the judges of these terms, and those that were removed, have cost so far on all hosts; None:
+        unknown, or no judge."""
+        earlier = dict(await self.ledger_thread(self.ledger.recall, JUDGES) or {})
+        accounts = await self.processes.judge_accounts(terms) if terms else {}
+        if accounts:
+            await self.ledger_thread(self.ledger.remember, JUDGES, {**earlier, **accounts})
+        return None if accounts is None else judge_dollars(accounts, earlier)
 
     def _on_published(self, published: Published) -> None:
         self.processes.set_head(published.version)

@@ -10,8 +10,9 @@ import functools
 import math
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from etude.config import to_toml
@@ -169,18 +170,27 @@ async def _measured(
         pause_s *= 2
 
 
-def judge_dollars(accounts: Mapping[str, float | None] | None, known: Collection[str] = ()) -> float | None:
-    """Return the sum of the accounts of judges (`RunProcesses.judge_accounts`); None if it is unknown, or if there are
-    none.
+def judge_dollars(
+    accounts: Mapping[str, float | None] | None, earlier: Mapping[str, float | None] = MappingProxyType({})
+) -> float | None:
+    """Return what judges have cost in dollars: the sum of their accounts. None if unknown, or if there are none.
 
-    `known`: keys of accounts that there were before. If the file of one of them is gone with its host, and the judge
-    now has an account elsewhere, the sum is unknown."""
-    if not accounts:
+    `accounts`: as `RunProcesses.judge_accounts` returns them. `earlier`: those that were read before. A judge that has
+    no account now is asked no more, and its earlier dollars count. But if only one of its accounts is missing, a host
+    is gone with its file, and the sum is unknown."""
+    if accounts is None:
         return None
-    names = {key.partition(" ")[2] for key in accounts}
-    lost = [key for key in known if key not in accounts and key.partition(" ")[2] in names]
-    found = [one for one in accounts.values() if one is not None]
-    return None if lost or len(found) < len(accounts) else math.fsum(found)
+    names = {_judge_of(key) for key in accounts}
+    removed = {key: dollars for key, dollars in earlier.items() if _judge_of(key) not in names}
+    lost = earlier.keys() - removed.keys() - accounts.keys()
+    known = [one for one in (*accounts.values(), *removed.values()) if one is not None]
+    complete = known and not lost and len(known) == len(accounts) + len(removed)
+    return math.fsum(known) if complete else None
+
+
+def _judge_of(key: str) -> str:
+    """Return the name of a judge from the key of an account."""
+    return key.partition(" ")[2]
 
 
 def _row(

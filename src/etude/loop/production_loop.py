@@ -32,6 +32,8 @@ from etude.loop.run_in_thread import SerialExecutor, run_in_thread
 from etude.production.settings import LoopSettings, Undecided
 from etude.records import Version
 from etude.releases import Decision, Outcome, Release, Releases, ReleaseSettings, State
+from etude.releases.costs import Costs
+from etude.releases.decision import too_costly
 from etude.releases.gate import loop_evals
 from etude.releases.pointers import CANARY, STABLE, branch_version
 from etude.releases.releases import LOOP, RULES
@@ -44,11 +46,14 @@ CHANNEL = "policy"
 T = TypeVar("T")
 OutcomesSince = Callable[[float, Collection[str]], Iterable[Outcome]]
 """Returns the outcomes of answers that were begun from a time (Unix, in s) on, for these metrics."""
+CostsSince = Callable[[Release, float], Costs | None]
+"""Returns the dollars per kept change of the versions of a release, of answers from a time (Unix, in s) on; None if
+there are no prices."""
 
 
 class ProductionLoop:
-    """The endless loop. `outcomes`: called in the thread of the privacy folder. `tell`: called with each line of
-    progress. Call `close` at the end."""
+    """The endless loop. `outcomes`, `costs`: called in the thread of the privacy folder. `tell`: called with each line
+    of progress. Call `close` at the end."""
 
     def __init__(
         self,
@@ -60,11 +65,13 @@ class ProductionLoop:
         *,
         poll_s: float,
         tell: Callable[[str], None],
+        costs: CostsSince = lambda release, since: None,
     ) -> None:
         assert windows.settings.loop is not None, "checked by the caller"
         self.settings: LoopSettings = windows.settings.loop
         self.windows, self.run, self.telemetry = windows, windows.run, telemetry
-        self._release, self._outcomes, self._path, self._poll_s = release, outcomes, releases, poll_s
+        self._release, self._path, self._poll_s = release, releases, poll_s
+        self._outcomes, self._costs = outcomes, costs
         self._store = weights_store(self.run)
         self._signer = read_signer(windows.config.stores.signing_key)
         self._thread = SerialExecutor("releases")  # the one thread that uses the file of releases
@@ -221,26 +228,27 @@ class ProductionLoop:
             await self._call(lambda releases: releases.gate(result, now=time.time()))
             self._tell(f"{where}: gate: {'; '.join(result.failures) or 'passed'}")
             return
-        new = 0
+        new, costs = 0, None
         if release.state in (State.CANARY, State.HELD):
-            new = await self._observe(release)
-        if release.pending is None and release.state is State.HELD and await self._held(release, where, new):
+            new, costs = await self._observe(release)
+        if release.pending is None and release.state is State.HELD and await self._held(release, where, new, costs):
             return
-        found, decision = await self._call(lambda releases: releases.advance(self._store, now=time.time()))
+        found, decision = await self._call(lambda releases: releases.advance(self._store, now=time.time(), costs=costs))
         if (found.state, found.share) == (release.state, release.share) and found.is_open:
             self._tell(f"{where}: {_shown(found, decision)}", key=_key(found, decision))
             await asyncio.sleep(self._poll_s)
         elif found.is_open:
             self._tell(f"{where}: {found.state} at {found.share} %" + (f": {decision.reason}" if decision else ""))
 
-    async def _observe(self, release: Release) -> int:
-        """Store the outcomes of a canary's users. Returns how many are new and count."""
+    async def _observe(self, release: Release) -> tuple[int, Costs | None]:
+        """Store the outcomes of a canary's users. Returns how many are new and count, and the costs at this share."""
         metrics = {metric.name for metric in release.settings.metrics}
         since = await self._call(lambda releases: releases.share_since(release))
         outcomes = await self.windows.storage(lambda: list(self._outcomes(since, metrics)))
-        return await self._call(lambda releases: releases.observe(outcomes, now=time.time()))
+        costs = await self.windows.storage(lambda: self._costs(release, since))
+        return await self._call(lambda releases: releases.observe(outcomes, now=time.time())), costs
 
-    async def _held(self, release: Release, where: str, new: int) -> bool:
+    async def _held(self, release: Release, where: str, new: int, costs: Costs | None) -> bool:
         """Decide about a release that is held. Returns whether something was done.
 
         One that an operator holds waits for the operator. One that the rules hold is decided by the settings when the
@@ -256,6 +264,7 @@ class ProductionLoop:
             return bool(new)
         last_compared = release.settings.compared_shares[-1]
         promotes = self.settings.undecided is Undecided.PROMOTE and release.share == last_compared
+        promotes = promotes and not too_costly(release.settings, costs)
         if promotes:
             evidence = (await self._call(lambda releases: releases.look(release, now=now))).evidence
             promotes = min(one.canary for one in evidence) >= release.settings.subjects

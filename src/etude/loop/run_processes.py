@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import json
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -284,19 +284,20 @@ class RunProcesses:
         raise EtudeError(f"{attempts} graders were lost while they measured {names}", error, hint=hint)
 
     async def judge_accounts(self, terms: Sequence[TermConfig]) -> dict[str, float | None] | None:
-        """Return the dollars that the judges of reward terms have cost, as `grader.judge_accounts`, on all hosts.
+        """Return what the judges among these terms have cost on all hosts, by account, as `grader.judge_accounts` does.
 
-        Each host that asked a judge has an account of its own. None, if a grader is not up or cannot tell."""
+        Each host whose graders asked a judge has an account of its own. Returns None if a grader is not up, or fails or
+        does not answer within `ACCOUNTS_S` seconds."""
         callers = [one for one in self.graders.members.values() if not one.lost.is_set()]
         if len(callers) < self.config.fleet.num_graders:
             return None
-        found = dict[str, float | None]()
         try:
-            for one in callers:
-                found |= await one.call("judge_accounts", dict[str, float | None], terms, deadline_s=ACCOUNTS_S)
+            calls = [
+                one.call("judge_accounts", dict[str, float | None], terms, deadline_s=ACCOUNTS_S) for one in callers
+            ]
+            return dict(ChainMap(*await asyncio.gather(*calls)))
         except EtudeError:  # what judges cost is not worth the end of a run
             return None
-        return found
 
     def _child(
         self, name: str, argv: list[str], *, nice: int = 0, env: Mapping[str, str] = NO_ENV, devices: int = 0

@@ -85,8 +85,9 @@ class Captured(msgspec.Struct, frozen=True, kw_only=True):
 class Content(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a captured record: an answer and its conversation.
 
-    - `dialect`, `finish`: the API, and how the answer ended. `num_prompt`, `num_sampled`: numbers of tokens. At the
-      level METRICS all other fields are empty.
+    - `dialect`, `finish`: the API, and how the answer ended. `num_prompt`, `num_sampled`: numbers of tokens.
+      `num_cached`: prompt tokens whose KV was reused; None in records of earlier versions of etude. `summary_tokens`:
+      as in `ServedAnswer`. At the level METRICS all other fields are empty.
     - `messages`, `reply`: the conversation and the answer, each as JSON.
     - `prompt_ids` [P], `token_ids` [T], `logprobs` [T]: as in `Completion`.
     - `spans`: which version of the weights sampled which tokens. `sampling`: how they were sampled; None in records of
@@ -96,6 +97,8 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
     finish: str
     num_prompt: int
     num_sampled: int
+    num_cached: int | None = None
+    summary_tokens: tuple[int, int] = (0, 0)
     messages: bytes = b""
     reply: bytes = b""
     prompt_ids: I32 | None = None

@@ -178,6 +178,8 @@ def _content(answer: ServedAnswer, level: Level) -> Content:
         finish=answer.finish,
         num_prompt=len(answer.prompt_ids),
         num_sampled=len(completion.token_ids),
+        num_cached=completion.num_cached,
+        summary_tokens=answer.summary_tokens,
     )
     if level < Level.CAPTURE:
         return numbers

@@ -34,7 +34,8 @@ class ServedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     - `messages`: the conversation, or the prompt of a text completion: a text or token ids.
     - `reply`: the answer as a message.
     - `finish`: "stop", "length" or "tool_calls".
-    - `prompt_ids`: the token ids that the model read, [P] int32; `completion`: what it sampled; `sampling`: how."""
+    - `prompt_ids`: the token ids that the model read, [P] int32; `completion`: what it sampled; `sampling`: how.
+    - `summary_tokens`: the numbers of tokens that were read and sampled for new summaries of the conversation."""
 
     response_id: str
     index: int
@@ -49,3 +50,4 @@ class ServedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: I32
     completion: Completion
     sampling: Sampling
+    summary_tokens: tuple[int, int] = (0, 0)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from etude.releases.assignment import Arm
+from etude.releases.costs import Costs
 from etude.releases.sequences import Difference, difference
 from etude.releases.settings import Metric, ReleaseSettings
 
@@ -49,12 +50,14 @@ class MetricEvidence(msgspec.Struct, frozen=True):
 class Decision(msgspec.Struct, frozen=True):
     """A decision about a canary, its reason, and the evidence on each metric.
 
-    `share`: percent of the subjects that had the canary when it was decided."""
+    `share`: percent of the subjects that had the canary when it was decided. `costs`: the dollars per kept change of
+    both versions; None: nobody computed them."""
 
     action: Action
     reason: str
     share: int
     evidence: tuple[MetricEvidence, ...]
+    costs: Costs | None = None
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -68,17 +71,37 @@ class Traffic(msgspec.Struct, frozen=True):
     last: Mapping[Arm, float]
 
 
-def decide(settings: ReleaseSettings, share: int, traffic: Traffic, values: Values) -> Decision:
+def decide(
+    settings: ReleaseSettings, share: int, traffic: Traffic, values: Values, costs: Costs | None = None
+) -> Decision:
     """Decide what to do with a canary that has `share` percent of the subjects.
 
     It may be called as often as wanted: if a canary is equal to the stable version, the probability that it is ever
     promoted or rolled back is at most `settings.alpha`.
 
-    `traffic`: times of the last outcomes. `values`: the mean outcome of each subject, for each metric and version."""
+    `traffic`: times of the last outcomes. `values`: the mean outcome of each subject, for each metric and version.
+    `costs`: the dollars per kept change of each version; they can only prevent a promotion (`too_costly`)."""
     compared = share in settings.compared_shares
     evidence = tuple(_evidence(settings, metric, values) for metric in settings.metrics) if compared else ()
-    action, reason = _decide(settings, share, traffic, evidence)
-    return Decision(action, reason, share, evidence)
+    action, reason = _decide(settings, share, traffic, evidence, too_costly(settings, costs))
+    return Decision(action, reason, share, evidence, costs)
+
+
+def too_costly(settings: ReleaseSettings, costs: Costs | None) -> str:
+    """Return why a canary's kept changes cost too much for a promotion, or are not known to cost less; "" if they do
+    not.
+
+    The dollars themselves are compared, not the bounds of their intervals, as in the gate."""
+    metric = settings.metrics[0]
+    if metric.cost_rise is None:
+        return ""
+    new, old = (None if costs is None else costs[arm].value for arm in (Arm.CANARY, Arm.STABLE))
+    if new is None or not old:
+        return f"the dollars per {metric.name} of a version are unknown"
+    rise = new / old - 1.0
+    if rise <= metric.cost_rise:
+        return ""
+    return f"dollars per {metric.name} {rise:+.1%}, must be at most {metric.cost_rise:+.1%}"
 
 
 def _evidence(settings: ReleaseSettings, metric: Metric, values: Values) -> MetricEvidence:
@@ -91,7 +114,7 @@ def _evidence(settings: ReleaseSettings, metric: Metric, values: Values) -> Metr
 
 
 def _decide(
-    settings: ReleaseSettings, share: int, traffic: Traffic, evidence: Sequence[MetricEvidence]
+    settings: ReleaseSettings, share: int, traffic: Traffic, evidence: Sequence[MetricEvidence], costly: str
 ) -> tuple[Action, str]:
     margins = {metric.name: metric.margin for metric in settings.metrics[1:]}  # of the first it is 0
     for one in evidence:
@@ -108,24 +131,26 @@ def _decide(
         return Action.WAIT, f"it has all subjects; promoted after {settings.share_s:.0f} s"
     first, last = evidence[0], share == settings.compared_shares[-1]
     unsafe = [one for one in evidence[1:] if one.low <= -margins[one.metric]]
-    if last and first.low > 0.0 and not unsafe:
+    if last and first.low > 0.0 and not unsafe and not costly:
         action = Action.PROMOTE if share == settings.shares[-1] else Action.GROW
         return action, f"{first.metric} is better: {_shown(first)}"
     if age >= settings.max_s:
-        return Action.HOLD, f"no decision at {share} % after {age:.0f} s: {_open(first, unsafe)}"
+        return Action.HOLD, f"no decision at {share} % after {age:.0f} s: {_open(first, unsafe, costly)}"
     if last:
-        return Action.WAIT, _open(first, unsafe)
+        return Action.WAIT, _open(first, unsafe, costly)
     fewest = min(one.canary for one in evidence)
     if fewest < settings.subjects or age < settings.share_s:
         return Action.WAIT, f"{fewest} of {settings.subjects} subjects and {age:.0f} of {settings.share_s:.0f} s"
     return Action.GROW, f"nothing is shown to be worse with {fewest} subjects"
 
 
-def _open(first: MetricEvidence, unsafe: Sequence[MetricEvidence]) -> str:
+def _open(first: MetricEvidence, unsafe: Sequence[MetricEvidence], costly: str) -> str:
     """Why a canary is not promoted yet."""
     if first.low <= 0.0:
         return f"{first.metric} is not shown to be better: {_shown(first)}"
-    return f"{unsafe[0].metric} is not shown to keep its margin: {_shown(unsafe[0])}"
+    if unsafe:
+        return f"{unsafe[0].metric} is not shown to keep its margin: {_shown(unsafe[0])}"
+    return costly or f"{first.metric} is better, {_shown(first)}, but this is not the last share"
 
 
 def _shown(one: MetricEvidence) -> str:

@@ -17,6 +17,7 @@ import msgspec
 from etude.errors import InputError
 from etude.records.completion import Version
 from etude.releases.assignment import MAX_AGE_S, SALT_BYTES, Arm, arm_of, pseudonym
+from etude.releases.costs import Costs
 from etude.releases.database import ReleaseDatabase, SecondRelease
 from etude.releases.decision import Action, Decision, Traffic, decide
 from etude.releases.gate import GateResult
@@ -132,11 +133,12 @@ class Releases:
         reason = "; ".join(result.failures) or _FIRST
         return self._step(release, state, 0, now=now, by=RULES, reason=reason, evidence=msgspec.to_builtins(result))
 
-    def advance(self, store: BlobStore, *, now: float) -> tuple[Release, Decision | None]:
+    def advance(self, store: BlobStore, *, now: float, costs: Costs | None = None) -> tuple[Release, Decision | None]:
         """Take the next step of the newest release, and return the release with the decision that led to it.
 
         A transition that was begun and not completed is completed. Otherwise the rules decide: begin the canary, raise
-        its share, promote it, hold it, or roll it back. The decision is None if nothing was to be decided.
+        its share, promote it, hold it, or roll it back. The decision is None if nothing was to be decided. `costs`: the
+        dollars per kept change of both versions at this share, as for `look`.
 
         Call it as often as wanted. Raises `ReleaseRefused` for a candidate that has not passed its gate."""
         release = self.newest()
@@ -149,7 +151,7 @@ class Releases:
             return self._move(store, release, State.CANARY, first, now=now, by=RULES, reason=_FIRST), None
         if release.state is not State.CANARY:
             return release, None
-        found = self.look(release, now=now)
+        found = self.look(release, now=now, costs=costs)
         facts: dict[str, Any] = {
             "reason": found.reason,
             "evidence": msgspec.to_builtins(found),
@@ -170,14 +172,17 @@ class Releases:
                 pass
         return release, found
 
-    def look(self, release: Release, *, now: float) -> Decision:
-        """Return the decision of the rules about a canary at this time, without carrying it out."""
+    def look(self, release: Release, *, now: float, costs: Costs | None = None) -> Decision:
+        """Return the decision of the rules about a canary at this time, without carrying it out.
+
+        `costs`: the dollars per kept change of both versions (`feedback.CostReader`). None: unknown; with a `cost_rise`
+        the canary is not promoted then."""
         settings, values = release.settings, dict[str, dict[Arm, list[float]]]()
         rows = self._database.values(release.number, release.share, now - settings.window_s, settings.window_s)
         for metric, arm, value in rows:
             values.setdefault(metric, {}).setdefault(Arm(arm), []).append(min(1.0, max(0.0, value)))
         last = {Arm(arm): at for arm, at in self._database.last(release.number, release.share)}
-        return decide(settings, release.share, Traffic(release.since, now, last), values)
+        return decide(settings, release.share, Traffic(release.since, now, last), values, costs)
 
     def observe(self, outcomes: Iterable[Outcome], *, now: float) -> int:
         """Store outcomes of the newest release, and return how many are new and count at the present share.
@@ -302,7 +307,9 @@ class Releases:
 
     def _store(self, before: Release, after: Release, transition: Transition | None) -> Release:
         done = _encoded(transition) if transition is not None else None
-        if not self._database.change(after.number, _encoded(before), after.state, _encoded(after), done):
+        stored = dict(self._database.releases())[after.number]  # with the settings of the version that wrote them
+        is_same = _encoded(msgspec.json.decode(stored, type=Release)) == _encoded(before)
+        if not is_same or not self._database.change(after.number, stored, after.state, _encoded(after), done):
             raise ReleaseRefused(
                 f"release {after.number} was changed by another process",
                 f"it is {_described(self.newest())} now",

@@ -23,15 +23,21 @@ class Metric:
     - `higher_is_better`: False for an outcome such as a dissatisfied reply.
     - `margin`: how much worse the canary may be. It is rolled back when its confidence interval shows that it is worse
       by more, and promoted only when the interval shows that it is not. The first metric of a release, which decides
-      the promotion, has no margin."""
+      the promotion, has no margin.
+    - `cost_rise`: by how much the dollars per unit of the first metric (per kept change) may be higher than those of
+      the stable version, as a fraction (0.1: 10 per cent). A canary that costs more is not promoted. None: costs are
+      not compared."""
 
     name: str
     higher_is_better: bool = True
     margin: float = ranged(0.05, low=0.0, high=1.0)
+    cost_rise: float | None = ranged(None, low=0.0)
 
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("a metric has an empty name")
+        if self.cost_rise is not None and not self.higher_is_better:
+            raise ValueError(f"cost_rise of {self.name!r}: only a metric of which more is better has a cost per unit")
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,8 @@ class ReleaseSettings:
             raise ValueError(f"metrics = {names}: name at least one metric, and none twice")
         if any(metric.margin == 0.0 for metric in self.metrics[1:]):
             raise ValueError("margin = 0 of a metric after the first: promotion would need that all are better")
+        if any(metric.cost_rise is not None for metric in self.metrics[1:]):
+            raise ValueError("cost_rise of a metric after the first: costs are compared per unit of the first metric")
         rising = all(a < b for a, b in zip(self.shares, self.shares[1:], strict=False))
         if not self.shares or not rising or self.shares[0] < 1 or self.shares[-1] > 100 or self.shares[0] == 100:
             raise ValueError(f"shares = {list(self.shares)}: give rising percents from 1 to 100, the first below 100")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from tests.served_answers import served_answer
 from tests.unit.releases.played import branches, published
 from tests.unit.releases.test_gate import played
+from tests.unit.signals.given import add, given
 
 from etude.cli import main
 from etude.cli.serve import _stable
@@ -20,9 +25,11 @@ from etude.loop.config import RunConfig
 from etude.loop.locations import weights_store
 from etude.loop.serving import ModelSource
 from etude.numerics.config import NumericsConfig
-from etude.privacy import PrivacyFolder
-from etude.records.completion import Version
+from etude.privacy import CaptureWriter, Level, PrivacyFolder, Subject
+from etude.records.completion import Version, VersionSpan
+from etude.releases import Releases
 from etude.run import RunFolder
+from etude.signals import FeedbackFile
 from etude.stores import DirectoryStore
 from etude.weights.chain.branches import drop
 
@@ -83,6 +90,46 @@ def test_a_release_from_its_begin_to_its_rollback(place: Path, capsys: pytest.Ca
     told = capsys.readouterr().out
     for said in ("canary at 50 %, by rules: passed its gate", "held at 50 %, by operator: the weekend", "they do not"):
         assert said in told
+
+
+def test_why_and_advance_tell_the_dollars_per_kept_change_of_both_versions(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("etude.signals.join.GRACE_S", 0.0)
+    (place / "prices.toml").write_text("[models.policy]\ninput = 1.0\ncached_input = 1.0\noutput = 1.0\n")
+    assert main([*BEGIN, "--set", "window_s=0.3"]) == 0
+    assert main(GATE) == 0
+    with (
+        PrivacyFolder(place / "privacy") as folder,
+        FeedbackFile(place / "f.sqlite", privacy=folder, create=True) as file,
+    ):
+        folder.consent.set(Subject.of("acme"), Level.METRICS)
+        time.sleep(0.01)  # ids have milliseconds, and the consent must be older
+        assert main(["release", "advance"]) == 0
+        writer = CaptureWriter(folder.path)
+        with contextlib.closing(Releases(place / "releases.sqlite")) as releases:
+            release = releases.newest()
+        for number, (user, version) in enumerate((("bob", release.stable), ("eve", release.candidate)) * 2):
+            response_id = file.ids.new("acme", user, "m")
+            answer = served_answer(user, said="yes", response_id=response_id)  # 5 tokens read, 3 sampled
+            done = msgspec.structs.replace(answer.completion, spans=(VersionSpan(version, 3),))
+            writer.offer(msgspec.structs.replace(answer, completion=done))
+            add(file, given(response_id, f"s{number}", value=float(number < 3)), user=user)
+        assert writer.close(60)
+    time.sleep(0.35)
+    capsys.readouterr()
+    for command in ("why", "advance"):
+        assert main(["release", command, "--prices", "prices.toml", "--feedback", "f.sqlite"]) == 0
+        told = capsys.readouterr().out
+        assert "dollars per kept change, stable: 8e-06; 2 kept, 2 answers of 1 users" in told
+        assert "dollars per kept change, canary: 1.6e-05; 1 kept, 2 answers of 1 users" in told
+    (place / "prices.toml").write_text("machine_second = 1.0\n")
+    assert main(["release", "why", "--prices", "prices.toml", "--feedback", "f.sqlite"]) == 0
+    assert "stable: unknown; 2 kept" in capsys.readouterr().out
+    FeedbackFile(place / "alone.sqlite", create=True).close()
+    for words in (["--prices", "prices.toml"], ["--prices", "prices.toml", "--feedback", "alone.sqlite"]):
+        assert main(["release", "why", *words]) == 2
+        assert "hint: " in capsys.readouterr().err
 
 
 def test_a_candidate_that_fails_its_gate_is_refused_with_exit_code_1(

@@ -28,6 +28,7 @@ from etude.gateway.summary_writer import SummaryWriter
 from etude.harness import Call, HarnessConfig, Workbench, standard_tools
 from etude.loop.rollout_scheduler import siblings
 from etude.records import Completion, CompletionRequest
+from etude.records.served import ServedAnswer
 from etude.records.task import Split, Task
 from etude.rollouts import run_rollout
 from etude.testing import MemoryRuntime, ScriptedEngine, StreamingPolicy
@@ -47,18 +48,29 @@ async def served(
     of: SummaryLimits | None = LIMITS,
     context_tokens: int = 320,
     keys: Keys | None = None,
+    recorder: Any = None,
     **settings: Any,
 ) -> AsyncIterator[tuple[openai.AsyncOpenAI, anthropic.AsyncAnthropic, ServedModel]]:
     config = GatewayConfig(port=0, drain_s=2.0, **settings)
     model = ServedModel(policy, CHAT, name="long", context_tokens=context_tokens, config=config, summaries=of)
     async with (
-        serving(create_app([model], config=config, keys=keys), config=config) as url,
+        serving(create_app([model], config=config, keys=keys, recorder=recorder), config=config) as url,
         openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as of_openai,
         anthropic.AsyncAnthropic(
             base_url=url.removesuffix("/v1"), api_key="none", max_retries=0, timeout=300
         ) as of_anthropic,
     ):
         yield of_openai, of_anthropic, model
+
+
+class Kept:
+    """Keeps the answers that the gateway offers."""
+
+    def __init__(self) -> None:
+        self.answers: list[ServedAnswer] = []
+
+    def offer(self, answer: ServedAnswer) -> None:
+        self.answers.append(answer)
 
 
 class Work:
@@ -123,10 +135,10 @@ def asked(reader: Reader) -> list[str]:
 
 @pytest.mark.parametrize("dialect", ["chat", "messages"])
 def test_a_client_solves_a_task_three_times_the_context_and_sends_nothing_but_its_history(dialect: str) -> None:
-    reader = Reader(CHAT, SOURCE.num_logs)
+    reader, kept = Reader(CHAT, SOURCE.num_logs), Kept()
 
     async def body() -> None:
-        async with served(reader) as (of_openai, of_anthropic, _):
+        async with served(reader, recorder=kept) as (of_openai, of_anthropic, _):
             work = Work(SOURCE.task(Split.HELDOUT, 0))
             usages = await chat(of_openai, work) if dialect == "chat" else await talk(of_anthropic, work)
             assert work.right
@@ -136,6 +148,11 @@ def test_a_client_solves_a_task_three_times_the_context_and_sends_nothing_but_it
             assert len(reader.texts) == len(usages) + len(asked(reader))
             written = [usage.model_extra["summaries"] for usage in usages if (usage.model_extra or {}).get("summaries")]
             assert sum(one["completion_tokens"] > 0 for one in written) == len(asked(reader))
+            paid = [one.summary_tokens for one in kept.answers if one.summary_tokens != (0, 0)]
+            assert len(kept.answers) == len(usages)
+            assert paid == [
+                (one["prompt_tokens"], one["completion_tokens"]) for one in written if one["completion_tokens"]
+            ]
 
     run(body)
     assert all(len(CHAT.encode(text)) < 500 for text in reader.texts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 from pathlib import Path
 
 import msgspec
@@ -10,6 +12,7 @@ from tests.unit.releases.played import begun, branches, outcomes, passed, publis
 
 from etude.errors import EtudeError, InputError, StoreError
 from etude.releases import Action, Arm, Outcome, ReleaseRefused, Releases, State, arm_of
+from etude.releases.costs import cost_per_kept
 from etude.releases.database import SecondRelease
 from etude.releases.settings import Metric
 from etude.stores import MemoryStore
@@ -184,6 +187,42 @@ def test_a_guard_keeps_a_better_canary_from_promotion_and_rolls_back_a_harmful_o
         )
         releases.observe([*outcomes(release, range(1000), better), *angry], now=1.0)
         assert releases.look(release, now=2.0).action is action, harm
+
+
+def test_a_better_canary_whose_kept_changes_cost_too_much_is_not_promoted(tmp_path: Path) -> None:
+    metric = Metric("kept", cost_rise=0.1)
+    for dollars, told in ((1.2, "dollars per kept +20.0%, must be at most +10.0%"), (1.09, ""), (None, "are unknown")):
+        releases = begun(tmp_path / f"{dollars}.sqlite", MemoryStore(), shares=(50,), metrics=(metric,), max_s=100.0)
+        release, store = releases.newest(), MemoryStore()
+        releases.observe(outcomes(release, range(600), better), now=1.0)
+        costs = {Arm.STABLE: cost_per_kept([(10.0, 10.0)], answers=20)}
+        costs[Arm.CANARY] = cost_per_kept([(None if dollars is None else 10 * dollars, 10.0)], answers=20)
+        found = releases.look(release, now=50.0, costs=costs)
+        assert found.action is (Action.WAIT if told else Action.PROMOTE), found.reason
+        if told:
+            assert told in found.reason
+            release, _ = releases.advance(store, now=102.0, costs=costs)
+            assert (release.state, releases.why(1)[-1].evidence["costs"]["stable"]["value"]) == (State.HELD, 1.0)
+    assert "unknown" in releases.look(release, now=50.0).reason  # nobody computed them
+
+
+def test_costs_are_compared_only_per_unit_of_a_first_metric_of_which_more_is_better() -> None:
+    with pytest.raises(ValueError, match="cost_rise of a metric after the first"):
+        settings(metrics=(Metric("kept"), Metric("rated", cost_rise=0.1)))
+    with pytest.raises(ValueError, match="only a metric of which more is better"):
+        Metric("dissatisfied", higher_is_better=False, cost_rise=0.1)
+
+
+def test_a_release_that_an_earlier_version_began_goes_on(tmp_path: Path) -> None:
+    """Its stored settings lack the fields that were added since."""
+    path, store = tmp_path / "releases.sqlite", MemoryStore()
+    begun(path, store).close()
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        [facts] = database.execute("SELECT facts FROM releases").fetchone()
+        assert b',"cost_rise":null' in facts
+        database.execute("UPDATE releases SET facts = ?", (facts.replace(b',"cost_rise":null', b""),))
+    releases = Releases(path)
+    assert releases.hold(reason="the weekend", now=1.0).state is State.HELD
 
 
 def test_a_loud_user_counts_like_a_silent_one(tmp_path: Path) -> None:
