@@ -275,7 +275,8 @@ def _shown(subject: Subject) -> str:
 def _price(args: argparse.Namespace) -> tuple[str, Price]:
     """Return the model's name in the table of prices, and its price. With --gpu, tokens have no price of their own.
 
-    Raises `InputError` for a name or a kind of GPU that the table does not have."""
+    Raises `InputError` for a name or a kind of GPU that is not in the table, for one of them without a table, and for
+    both together."""
     name = args.price_name or (args.model if args.url else "policy")
     if not args.prices:
         if args.gpu or args.price_name:
@@ -294,7 +295,9 @@ def _price(args: argparse.Namespace) -> tuple[str, Price]:
 
 
 def unknown_dollars(model: Model, price_name: str, price: Price, path: Path) -> str:
-    """Return why the dollars of an evaluation are unknown although there is a table of prices at `path`."""
+    """Return, as a sentence, why the cost of an evaluation is unknown although a table of prices was given.
+
+    `price_name`: the model's name in the table at `path`; `price`: what the table says about it."""
     from etude.loop.evaluation import Baseline
 
     if isinstance(model, Baseline):

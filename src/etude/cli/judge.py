@@ -167,8 +167,8 @@ def tune(args: argparse.Namespace) -> int:
     """Train a checkpoint as a judge: to answer the questions of a rubric with the scores of labelled examples.
 
     It trains on the half of the labels that is for tuning, and prints how often it shows each. Returns 0. Raises
-    `InputError` for a judge whose settings are not form = 'token' and tuned = true, for a score of several tokens, or
-    for a folder without a checkpoint."""
+    `InputError` for a judge whose settings are not form = 'token' and tuned = true, for a score of several tokens, for
+    a question that is too long for the model, or for a folder without a checkpoint."""
     from etude.loop.corpus import encoded, num_tokens
     from etude.models.config import ModelConfig
     from etude.training import mid_train, write_corpus
@@ -241,9 +241,9 @@ def _shown(one: Estimate | None) -> str:
 
 
 def accounts(args: argparse.Namespace) -> int:
-    """Print the model, the numbers of questions and the cost in dollars of each judge in a cache file. Returns 0.
+    """Print what each judge in a cache file has answered and cost: model, counts of questions, dollars. Returns 0.
 
-    Raises `InputError` if the file does not exist."""
+    Raises `InputError` if the path is not a file, and `StoreError` if the file cannot be read."""
     if not args.cache.is_file():
         facts = "it is a folder" if args.cache.is_dir() else "it does not exist"
         raise InputError(f"{args.cache} is not a file of verdicts", facts, hint="give the judge's setting `cache`")

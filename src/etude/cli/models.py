@@ -21,7 +21,9 @@ TOKENISER = ("tokenizer.json", "a run and `etude serve` need it")
 
 
 def list_families(args: argparse.Namespace) -> int:
-    """Print every model family: its architecture, the settings that may vary, and those that are refused. Returns 0."""
+    """Print every model family with its settings, and with the kinds of parallelism and engines it works with.
+
+    The settings are those that may vary, and those that are refused. Returns 0."""
     for name in (*FAMILY_NAMES, *own_family_names()):
         family = family_of(name)
         rows = {

@@ -1,7 +1,7 @@
 """The leaderboard: results of suites on several models as one self-contained HTML page (`etude leaderboard`).
 
-It has a section for each suite, with a table, the solve rates with their intervals, the curves of pass@k, and the solve
-rate by dollars. Plots and stylesheet are those of a run's report."""
+It has a section for each version of a suite: a table, and plots of the solve rates with their intervals, of pass@k by
+k, and of the solve rate by dollars per solved rollout. Plots and colours are as in a run's report."""
 
 from __future__ import annotations
 

@@ -321,10 +321,12 @@ class Ledger(LedgerQueries):
 
     @_atomic
     def decide(self, group_id: str, changed: Mapping[str, tuple[Graded, float]], rewards: Sequence[float]) -> bool:
-        """Decide about the held rollouts of a group whose other rollouts have all ended, and return whether they run.
+        """Let the held rollouts of a group run, or cancel them. Returns whether they run. The others must have ended.
 
-        `changed`: as in `add_terms`, of the terms that were measured for the decision. `rewards`: those of the valid
-        rollouts, by which it is decided. A kill leaves both the terms and the decision, or neither."""
+        They are cancelled if `rewards` has at least two values and all are equal. `rewards`: one for each valid rollout
+        of the group. `changed`: the outcomes with the terms that were measured for this decision, as in `add_terms`.
+        They are stored in the same transaction, so a kill leaves both or neither. Raises `LedgerError` as `add_terms`
+        does."""
         self.add_terms(changed)
         return self._release(self.group_rows(group_id), rewards)
 

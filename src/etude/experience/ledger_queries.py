@@ -237,7 +237,7 @@ class LedgerQueries:
         return self._among(group_ids, sql, *ENDED)
 
     def ended_groups(self, group_ids: Collection[str]) -> set[str]:
-        """Return the ids of those groups in which all members but held ones have ended."""
+        """Return the ids of those groups in which every rollout has ended or is held."""
         settled = f"count(*) = sum(CASE WHEN state IN ({marks(ENDED)}, ?) THEN 1 ELSE 0 END)"
         sql = f"SELECT group_id FROM rollouts WHERE group_id IN (*) GROUP BY group_id HAVING {settled}"
         return self._among(group_ids, sql, *ENDED, State.HELD)

@@ -1,4 +1,4 @@
-"""All settings of a run: the configs of the other packages in one dataclass, and the checks that involve several."""
+"""All settings of a run: the configs of the other packages in one dataclass, and checks between them."""
 
 from __future__ import annotations
 

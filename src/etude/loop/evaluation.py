@@ -170,11 +170,11 @@ async def _measured(
 
 
 def judge_dollars(accounts: Mapping[str, float | None] | None, known: Collection[str] = ()) -> float | None:
-    """Return the sum of the accounts of judges (`RunProcesses.judge_accounts`); None if it is unknown, or if there are
-    none.
+    """Return what judges have cost in dollars: the sum of their accounts. None if unknown, or if there are none.
 
-    `known`: keys of accounts that there were before. If the file of one of them is gone with its host, and the judge
-    now has an account elsewhere, the sum is unknown."""
+    `accounts`: as `RunProcesses.judge_accounts` returns them. `known`: the keys of all accounts that were seen earlier.
+    If one of them is missing now, and the same judge has another account, a host is gone with its file: the sum is
+    unknown."""
     if not accounts:
         return None
     names = {key.partition(" ")[2] for key in accounts}

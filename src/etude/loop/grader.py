@@ -1,8 +1,8 @@
-"""The grader process: the only process that sees hidden answers. It runs no agent code itself.
+"""The grader process: grades rollouts, measures reward terms, and tells what judges have cost.
 
-Its machines are created by a freshly executed launcher, so that no answer is in memory that agent code can read.
-Rollouts of one task often end with the same files. For tasks whose grade depends on the files alone, equal files are
-graded once (`CachingGrader`)."""
+It is the only process of a run that sees hidden answers, and runs no agent code itself. Its machines are created by a
+freshly executed launcher, so that no answer is in memory that agent code can read. Rollouts of one task often end with
+the same files. For tasks whose grade depends on the files alone, equal files are graded once (`CachingGrader`)."""
 
 from __future__ import annotations
 
@@ -139,10 +139,11 @@ def named_term(config: TermConfig, run: RunFolder) -> NamedTerm:
 
 
 def judge_accounts(terms: Sequence[TermConfig], run: RunFolder) -> dict[str, float | None]:
-    """Return the dollars that the judges of reward terms have cost in a run, by the accounts on this host.
+    """Return what the judges among these reward terms have cost in a run, in dollars, by account on this host.
 
-    A key is the identity of the file, a space, and the name of the account: processes that share a file give the same
-    keys. None: unknown. Raises `StoreError` for a file that cannot be read."""
+    A key is the identity of the judge's cache file, a space, and the name of the account. So processes that share a
+    file return the same keys. A value is None if some answers have no known price. Raises `StoreError` for a file that
+    cannot be read."""
     found = dict[str, float | None]()
     for config in terms:
         term = named_term(config, run).term

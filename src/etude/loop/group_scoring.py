@@ -1,12 +1,13 @@
 """Measures the reward terms of each group when all its rollouts have ended. Then the group is ready for a batch.
 
-If the first rollouts of a group decide whether the others run, and a term takes part in the decision, this term is
-measured when the first ones have ended. Its values and the decision are one transaction.
+With `experience.min_group_size` the first rollouts of a group decide whether the others run. Terms that take part in
+this decision are measured as soon as the first rollouts have ended. Their values and the decision are stored in one
+transaction.
 
 All siblings are measured by the same version of a term. A value that may be known later, because a service is
 unreachable, is measured again with back-off for `retry_s` seconds after the first failure, and at least once. Then the
 group is used without the term. With `missing = "wait"` it waits, whatever the reason is, and is measured by the newest
-settings. The terms of a group are stored together, when all are measured.
+settings. The terms that are measured when the whole group has ended are stored together.
 
 | | consumes | produces | waits for | unblocked by |
 | --- | --- | --- | --- | --- |
@@ -43,7 +44,9 @@ error."""
 
 
 class GroupScorer:
-    """Has grader processes measure the reward terms of groups, and stores the values in the ledger."""
+    """Has grader processes measure the reward terms of groups, and stores the values in the ledger.
+
+    It also decides whether the held rollouts of a group run, if reward terms take part in this decision."""
 
     def __init__(
         self,
@@ -102,10 +105,10 @@ class GroupScorer:
         self._more.set()
 
     async def decide(self, group_id: str) -> bool:
-        """Decide about the held rollouts of a group whose other rollouts have ended. Returns whether they run now.
+        """Decide whether the held rollouts of a group run, and return it. The other rollouts must have ended.
 
-        Measures the terms that decide; waits for unknown ones, and raises, as `measure` does. A group with a stored
-        rollout that cannot be read goes on."""
+        Measures the terms that take part in the decision. Waits for unknown values, and raises, as `measure` does. If a
+        stored rollout of the group cannot be read, the held ones run."""
         rows = await self.ledger_thread(self.ledger.group_rows, group_id)
         if all(row.state is not State.HELD for row in rows):
             return False
@@ -131,9 +134,10 @@ class GroupScorer:
         await asyncio.gather(*(self.measure(group_id, terms) for group_id in lacking))
 
     async def measure(self, group_id: str, terms: tuple[TermConfig, ...]) -> None:
-        """Measure those of these terms that the rollouts of a group do not have yet, and store them.
+        """Measure the values of `terms` that the rollouts of a group lack, and store them.
 
-        Raises `PluginError` if a term fails, and `DeadlineExceeded` if a value stays unknown for too long."""
+        An unknown value is measured again for `retry_s` seconds, with `missing = "wait"` until it is known. Raises
+        `PluginError` if a term fails, and `DeadlineExceeded` if a value is still unknown after `WAIT_S` seconds."""
         try:
             if terms and (changed := (await self._measured(group_id, terms))[1]):
                 await self.ledger_thread(self.ledger.add_terms, changed)

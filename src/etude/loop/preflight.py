@@ -59,13 +59,15 @@ def preflight(
 ) -> None:
     """Check a config, and raise the error with which the run would fail later.
 
-    The error is a `ConfigError`, `CheckpointError`, `TaskError` or `MachineError`.
+    The error is an `EtudeError`: a `ConfigError` for settings; for what they name e.g. a `CheckpointError`,
+    `TaskError`, `MachineError`, `EngineError`, `StoreError` or `LedgerError`.
 
     - `adopted`: the run has its own copy of the starting checkpoint, so the original may be missing.
     - `remote`: the run's processes are on other machines, where tasks and devices were checked before.
     - `given`: the dotted names of the settings that the user set.
     - `log`: called with a line on each image that was built, on layers of the checkpoint that are left out, on settings
-      that are not used, on evaluations with more tasks than exist, and on steps that may be too large for this machine.
+      that are not used, on reward terms that never count, on evaluations with more tasks than exist, and on steps that
+      may be too large for this machine.
     """
     _check_model(config, adopted=adopted, given=given, log=log)
     check_hints(config.rewards)

@@ -1,15 +1,15 @@
 """Trains a run further on production use (`etude learn`): on windows of episodes with rewards from users' signals.
 
-Each step takes episodes of the newest window (`production_windows`), each as a group of one rollout in the run's
-ledger, so that every episode is trained on at most once and every rule of a run holds: states, batches, traces, replay,
-publishing, checkpoints. The step's version is the newest one of the run's channel of weights, a candidate for a release
-(`production_loop`). With `simulated` in the settings, a step's batch also has groups of simulated rollouts
-(`simulated_groups`): episodes have the baselines of their kinds of work, these groups the run's own credit scheme.
+Each step takes episodes of the newest window (`production_windows`). In the run's ledger an episode is a group of one
+rollout. So it is trained on at most once, and batches, traces, replay, publishing and checkpoints work as in RL. A step
+publishes a version to the run's channel of weights; it is a candidate for a release (`production_loop`). With
+`simulated` in the settings, the batch also has groups of simulated rollouts (`simulated_groups`). Their advantages are
+computed by the run's credit scheme, those of episodes from the baseline of their kind of work.
 
-Consent is asked twice: when the batch is formed, and after the optimiser step. The second time the privacy folder is
+Consent is checked twice: when the batch is formed, and after the optimiser step. The second time the privacy folder is
 locked until the version is published, so that no subject withdraws in between. If one has withdrawn, the weights are
-discarded, the learner starts again from the last checkpoint, and the step is made again without that subject. Tasks
-that their source has withdrawn are treated in the same way."""
+discarded, the learner starts again from the last checkpoint, and the step is repeated without that subject. Tasks that
+their source has withdrawn are treated in the same way."""
 
 from __future__ import annotations
 

@@ -89,8 +89,10 @@ class RewardSettings:
         return replace(own, weights=weights, when=rewards.gates, hints=hints, charges=rewards.charges)
 
     def deciding(self, step: int) -> tuple[tuple[TermConfig, ...], Composition]:
-        """Return the terms that decide at version step `step` whether the later rollouts of a group run, and the
-        composition of the rewards that decide."""
+        """Return the terms that take part in the decision whether the later rollouts of a group run, and a composition.
+
+        `step`: the version step whose settings are used. The composition computes the rewards that are compared for the
+        decision: the grade and the weighted terms among these."""
         rewards, whole = self.at(step), self.composition(step)
         weights = {name: weight for name, weight in whole.weights.items() if name in rewards.beside_grades}
         return rewards.deciding(step), replace(whole, weights=weights)
@@ -222,10 +224,11 @@ def check_hints(rewards: RewardsConfig) -> None:
 
 
 def check_stages(config: RunConfig) -> None:
-    """Refuse terms that compare siblings where the first rollouts of a group decide whether the others run.
+    """Raise `ConfigError` for a term that compares siblings and would take part in the decision about later rollouts.
 
-    Only terms that take part in the decision (`RewardsConfig.deciding`) are refused: their values are not known before
-    all siblings have ended. Raises `ConfigError`."""
+    With `experience.min_group_size` the first rollouts of a group decide whether the others run
+    (`RewardsConfig.deciding` returns the terms that take part). The value of a term that compares siblings is not known
+    before all of them have ended. Other terms that compare siblings are allowed."""
     deciding = config.rewards.deciding(config.rl.steps) if config.experience.min_group_size else ()
     for term in deciding:
         path, mode = import_path(Kind.REWARD, term.kind.path), term.kind.settings.get("mode", Mode.POINTWISE)

@@ -1,8 +1,8 @@
 """Runs admitted rollouts, has them graded, and stores the results in the ledger.
 
-Rollouts start in order of admission, as many at a time as the engines can decode. A rollout starts when the weights
-that it requires are published. After a restart from a checkpoint this may take several steps. A group then requires at
-most the version that the step training on it needs, even if the group was admitted with a later one.
+Rollouts start in order of admission, as many at a time as the engines can decode. A rollout waits until the version of
+the weights that it requires is published. A restart from a checkpoint may have undone this version, so that the wait
+takes several steps. To limit it, a group then requires at most the version that the step training on it needs.
 
 A rollout whose worker dies is requeued. A grade whose grader dies is repeated. After `max_attempts` the rollout is
 invalid. A rollout that no engine could serve because all had older weights is requeued without a limit, since it has
@@ -201,17 +201,17 @@ class RolloutScheduler:
         self._num_lost: Counter[str] = Counter()  # by rollout: how many of its workers died
 
     async def progress(self) -> set[str]:
-        """Wait until all rollouts of some group but held ones have ended. Returns the ids of all such groups since the
-        last call.
+        """Wait until in some group each rollout has ended or is held.
 
-        The wait has no deadline of its own, since every rollout has one."""
+        Returns the ids of all groups that got so far since the last call. The wait has no deadline of its own, since
+        every rollout has one."""
         await self._group_ready.wait()
         self._group_ready.clear()
         ready, self._ready = self._ready, set()
         return ready
 
     def wake(self) -> None:
-        """Look for rollouts that can start: held ones may have been admitted."""
+        """Look again for rollouts that can start. Call it after held ones were admitted."""
         self._more.set()
 
     async def run(self, more: asyncio.Event) -> None:

@@ -284,9 +284,10 @@ class RunProcesses:
         raise EtudeError(f"{attempts} graders were lost while they measured {names}", error, hint=hint)
 
     async def judge_accounts(self, terms: Sequence[TermConfig]) -> dict[str, float | None] | None:
-        """Return the dollars that the judges of reward terms have cost, as `grader.judge_accounts`, on all hosts.
+        """Return what the judges among these terms have cost on all hosts, by account, as `grader.judge_accounts` does.
 
-        Each host that asked a judge has an account of its own. None, if a grader is not up or cannot tell."""
+        Each host whose graders asked a judge has an account of its own. Returns None if a grader is not up, or fails or
+        does not answer within `ACCOUNTS_S` seconds."""
         callers = [one for one in self.graders.members.values() if not one.lost.is_set()]
         if len(callers) < self.config.fleet.num_graders:
             return None

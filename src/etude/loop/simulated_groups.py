@@ -1,11 +1,12 @@
 """Simulated rollouts in production steps: tasks of the run's source, rolled out by the run's engines.
 
 A step of `etude learn` with `simulated` in its settings waits until the groups of its share are complete, and trains on
-them together with its episodes. The groups are admitted to the run's ledger as in RL, with the same ids, task
-cursor, curriculum, graders and reward terms, and require the version that the learner has now. So their tokens have lag
-0, except after a restart. Groups that no step has trained on, because a process was killed, are used first.
+them together with its episodes. The groups are admitted to the run's ledger as in RL: with ids, task cursor,
+curriculum, graders and reward terms of the run. They require the version that the learner has now, so their tokens have
+lag 0, except after a restart. Groups that were admitted earlier and not trained on, because a process was killed or a
+step was undone, are used first.
 
-Between these waits nothing runs: engines and workers are idle while the learner trains.
+Rollouts run only while a step waits for them: engines and workers are idle while the learner trains.
 
 | | consumes | produces | waits for | unblocked by |
 | --- | --- | --- | --- | --- |
@@ -41,7 +42,7 @@ NOT_NEEDED = "no step waits for it now"
 
 
 class SimulatedGroups:
-    """Provides the groups of simulated rollouts of production steps.
+    """Admits, rolls out and scores the groups of simulated rollouts for production steps.
 
     Raises `TaskError` if the run's task source cannot be opened."""
 
@@ -73,10 +74,11 @@ class SimulatedGroups:
         self._scheduler.published = version.step
 
     async def ready(self, num_episodes: int, version: Version) -> list[str]:
-        """Wait for the groups of the step after `version` that has so many episodes, and return their ids.
+        """Admit and roll out the groups for the step after `version`, wait for their rewards, and return their ids.
 
-        Raises `DeadlineExceeded` if no rollout has ended for `simulated_wait_s` seconds, and the error of a task
-        source, an agent program or a reward term that fails."""
+        `num_episodes`: the number of the step's episodes, from which the number of groups follows. Raises
+        `DeadlineExceeded` if no rollout has ended for `simulated_wait_s` seconds, and the error of a task source, an
+        agent program or a reward term that fails."""
         self._published(version)
         number = self.settings.simulated_groups(num_episodes, self.config.experience.group_size)
         found = await self._open()

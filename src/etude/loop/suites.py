@@ -141,12 +141,13 @@ def suite_tasks(suite: Suite, config: RunConfig) -> list[Task]:
 
 
 def refuse_trained(suite: Suite, tasks: Sequence[Task], run: RunFolder, log: Callable[[str], None] = print) -> int:
-    """Check that a run has not trained on tasks of a suite, nor a run from whose checkpoint it started, and so on.
+    """Check that neither a run nor the runs before it have trained on tasks of a suite.
 
-    It compares digests and problems of the suite's tasks with those of each run's training tasks. These are all
-    training tasks of a source with a fixed number of tasks; of an endless source, the last `MOST_COMPARED` that RL has
-    admitted. Every task in the training split of a run's own source counts as trained on, since mid-training may use
-    it. `log` gets a note about an earlier run that cannot be read and so is not compared.
+    The run before is the one from whose checkpoint a run started (`start`), and so on. The check compares digests and
+    problems of the suite's tasks with those of each run's training tasks. These are all training tasks of a source with
+    a fixed number of tasks; of an endless source, the last `MOST_COMPARED` that RL has admitted. Every task in the
+    training split of a run's own source counts as trained on, since mid-training may use it. `log` gets a note about an
+    earlier run that cannot be read and so is not compared.
 
     Returns the number of training tasks that were not compared. Raises `SuiteRefused` with the number of tasks that a
     run was trained on, and one of them."""

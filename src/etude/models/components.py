@@ -13,8 +13,8 @@ from typing import ClassVar, Protocol
 from etude.config import ranged
 
 LATENT_EPS = 1e-6
-"""Epsilon of the norms of latents and of an indexer's keys, whatever the config says: as in training and in
-transformers."""
+"""Epsilon of the norms of latents and of an indexer's keys. It does not depend on `rms_norm_eps` in config.json: the
+models were trained with it, and transformers uses it, too."""
 
 Shape = tuple[int, ...]
 
@@ -49,7 +49,7 @@ class CacheLayout:
 
     @property
     def numbers(self) -> int:
-        """How many numbers are stored for a token in a layer."""
+        """The count of numbers that the cache stores for one token in one layer."""
         return self.heads * (self.key_width + (0 if self.shared else self.value_width))
 
 

@@ -438,9 +438,9 @@ class ModelFamily:
         )
 
     def unserved(self, c: ModelConfig, engine: str) -> str:
-        """Return why an engine, "vllm" or "sglang", cannot follow the weights of the model `c`; "" if it can.
+        """Return why `engine` ("vllm" or "sglang") cannot follow the weights of the model `c`; "" if it can.
 
-        It is the end of a sentence, as `no_external_engines` is."""
+        The reason is the end of a sentence that begins with the engine's name, as `no_external_engines` is."""
         return self.no_external_engines
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:

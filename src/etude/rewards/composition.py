@@ -18,18 +18,20 @@ MOST_CHARGED = 0.9
 class Composition:
     """The settings by which rewards are computed from stored terms.
 
-    The reward is the grade plus the terms weighted by `weights` (by name). `when` maps a term to its gate: the term
-    counts only for rollouts in which another term, the gate, is above 0. Two further gates can remove a reward: whether
-    the agent submitted (used if `require_submit`), and whether it cheated (used if `quarantine`). If such a gate is not
-    passed, a positive reward becomes 0 and a negative one stays, so that neither stopping early nor cheating pays.
+    The reward is the grade plus the sum of weight · value over the terms in `weights`. `when` maps a term to its gate:
+    the term counts only for rollouts in which another term, the gate, is above 0. Two further gates can remove a
+    reward: whether the agent submitted (used if `require_submit`), and whether it cheated (used if `quarantine`). If
+    such a gate is not passed, a positive reward becomes 0 and a negative one stays, so that neither stopping early nor
+    cheating pays. A gate that was not measured removes nothing.
 
-    Terms in `charges` charge for work, such as `effort`. Together they take at most 0.9 of the grade of a solved
-    rollout, so that it keeps more than one that gave up early, and at most 0.9 from a failed one. Beyond that, all
-    charges of the rollout are reduced by the same factor. The bound depends on no sibling.
+    Terms in `charges`, such as `effort`, charge for work: their values are at most 0. Together they take at most 0.9 of
+    a grade above 0, so that a solved rollout keeps more than one that gave up early. From another grade they take at
+    most 0.9. If they would take more, all charges of the rollout are reduced by the same factor, which does not depend
+    on its siblings.
 
     Then the penalty kl · k1 is subtracted, where k1 = Σ log π − log π_ref over the sampled tokens estimates KL(policy ‖
-    reference). It is part of the reward because k1 as a loss would have an expected gradient of 0. A term that was not
-    measured removes no reward and adds no penalty.
+    reference). It is part of the reward because k1 as a loss would have an expected gradient of 0. If k1 was not
+    measured, there is no penalty.
 
     Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); Ouyang et al. 2022 (arXiv 2203.02155,
     eq. 2)."""
@@ -101,10 +103,11 @@ class Composition:
         return None if found is None or found.value is None else found.value > 0
 
     def counted(self, terms: Mapping[str, Term], missing: Collection[str]) -> dict[str, float]:
-        """Return the weights of the terms that count for a rollout with these terms, by name. Those of charges are
-        reduced by one factor if all charges together would take more than they may.
+        """Return the weights with which terms count for a rollout that has `terms`, by name of the term.
 
-        `missing`: the terms that count for no sibling (`Reward.missing`)."""
+        Terms whose gate is closed or unknown are left out, and so are those in `missing`, which count for no sibling
+        (`Reward.missing`). If all charges together would exceed their bound (see the class), their weights are reduced
+        by the same factor."""
         counted = {name: one for name, one in self.weights.items() if name not in missing and self.counts(name, terms)}
         charged = -math.fsum(weight * _value(terms[name]) for name, weight in counted.items() if name in self.charges)
         grade = _value(terms[GRADE])

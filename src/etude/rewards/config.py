@@ -195,8 +195,9 @@ class RewardsConfig:
         )
 
     def deciding(self, step: int) -> tuple[TermConfig, ...]:
-        """Return the terms that decide, with the grade, whether the later rollouts of a group run: those of
-        `beside_grades` that count at version step `step`, and their gates."""
+        """Return the terms that decide, together with the grade, whether the later rollouts of a group run.
+
+        They are the terms of `beside_grades` that count at version step `step`, and their gates."""
         known = {term.name: term.from_step for term in self.terms}
         names = {name for name in self.beside_grades if known[name] <= step}
         while gates := {self.gates[name] for name in names if name in self.gates} & known.keys() - names:

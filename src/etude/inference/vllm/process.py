@@ -105,6 +105,7 @@ def start(
 ) -> VllmProcess:
     """Start vLLM with a checkpoint as a child process.
 
+    - `environment`: where vLLM is installed; `model`: the sizes of the checkpoint's model.
     - `name`: the engine's name.
     - `kv_tokens`: the size of the KV cache in tokens.
     - `threads`: the number of CPU threads.
@@ -112,7 +113,8 @@ def start(
     - `extension`: the import path of the worker extension's class.
     - `arguments`: further command-line arguments.
 
-    Raises `EngineError` when the tested version of vLLM is not installed, or cannot compute the model."""
+    Raises `EngineError` if the tested version of vLLM is not installed, or if its CPU build cannot compute the model.
+    """
     device, latent = environment.require().device, model.latent
     if device == "cpu" and (why := _cpu_limit(model)):
         hint = "use reference engines, or vLLM on a GPU"

@@ -120,7 +120,7 @@ class JudgeStore:
             return bytes(found[0])
 
     def identity(self) -> str:
-        """Return 16 hex digits that tell this file from those of other hosts: a digest of its secret."""
+        """Return 16 hex digits that identify this file among those of all hosts: a digest of its secret."""
         return hashlib.blake2b(self.secret(), digest_size=8).hexdigest()
 
     # verdicts

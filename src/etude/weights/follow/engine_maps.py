@@ -39,8 +39,9 @@ def fused_pieces(live: Mapping[str, Any], *, query_rows: int, key_rows: int, lat
 
     In these engines q, k and v are fused in `qkv_proj`, gate and up in `gate_up_proj`, and experts are stacked in
     `experts.w13_weight` [E, 2I, H] and `experts.w2_weight` [E, H, I]. With latent attention q_a_proj and
-    kv_a_proj_with_mqa are fused in `fused_qkv_a_proj`. `query_rows`, `key_rows`: rows of q_proj, and of k_proj and
-    v_proj each, on this rank. `latent_rows`: rows of q_a_proj. Raises `WeightsError` for shapes that do not fit.
+    kv_a_proj_with_mqa are fused in `fused_qkv_a_proj`, which every rank has as a whole. `query_rows`: rows of q_proj on
+    this rank. `key_rows`: rows of k_proj on this rank, and of v_proj, which has as many. `latent_rows`: rows of
+    q_a_proj; 0 for models without it. Raises `WeightsError` for shapes that do not fit.
     """
     rows = {"q_proj": query_rows, "k_proj": key_rows, "v_proj": key_rows}
     return merge_pieces(*(_fused(name, value, rows, latent_rows) for name, value in live.items()))

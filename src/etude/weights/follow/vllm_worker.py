@@ -12,9 +12,9 @@ became 0.305.)
 
 The names of a Hugging Face checkpoint are mapped to vLLM's for decoders with q/k/v or latent attention, gate/up and
 experts. Weights that cannot be mapped bit for bit are refused: quantised weights, experts that GPU kernels rearranged,
-experts that are divided among ranks. From `kv_b_proj` of latent attention vLLM has matrices for decoding: views of it,
-or copies. After `kv_b_proj` was written, vLLM's own function makes them again. Tested with vLLM 0.32 on CPU, not yet on
-a GPU. docs/guides/weights-alone.md lists what must be installed beside vLLM.
+and expert parallelism. For latent attention vLLM makes matrices for decoding from `kv_b_proj`: views of it, or copies.
+After `kv_b_proj` was written, vLLM's own function makes them again. Tested with vLLM 0.32 on CPU, not yet on a GPU.
+docs/guides/weights-alone.md lists what must be installed beside vLLM.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class WorkerExtension:
 
         `store`: its location, as for `open_store`. `cache`: a local directory for fetched objects; empty: none.
         `public_key`: 64 hex digits; accept only versions signed by this key; empty: accept all. Raises `WeightsError`
-        for a model that cannot be mapped.
+        for an invalid key, and if vLLM stores experts in a way that cannot be mapped. Raises `StoreError` if the store
+        cannot be opened.
         """
         try:
             key = bytes.fromhex(public_key) or None
