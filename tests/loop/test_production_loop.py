@@ -36,6 +36,7 @@ from etude.releases.pointers import STABLE, branch_version
 from etude.releases.releases import LOOP, OPERATOR, RULES
 from etude.releases.settings import Metric
 from etude.signals import FeedbackFile
+from etude.telemetry import read_events
 from etude.weights.chain import history
 from etude.weights.chain.branches import point
 
@@ -265,6 +266,8 @@ def test_a_release_without_a_decision_ends_as_the_settings_say(
     costs = next(one.evidence for one in told if one.state is ReleaseState.HELD)["costs"]["stable"]
     assert costs["answers"]
     assert bool(costs["dollars"]) is (cost_rise is None)
+    ended = [one for one in read_events(here.played.folder / "events") if one.get("state") == "ended"]
+    assert {"stable"} <= ended[-1]["dollars_per_kept"].keys() <= {"stable", "canary"}
     assert {one for _, one in by[1:-1]} <= {LOOP, RULES}
 
 

@@ -142,6 +142,9 @@ def _tiles(summary: Mapping[str, Any]) -> Iterator[Row]:
             beside = f"{production['simulated_groups']} simulated groups in {production['mixed_steps']} of them"
             remark += f"; {beside}"
         yield "production", str(production["steps"]), remark
+    if kept := production["dollars_per_kept"]:
+        each = ", ".join(f"{arm} ${formatting.significant(value)}" for arm, value in sorted(kept.items()))
+        yield "dollars per kept change", each, "all answers of a version, divided by the changes that users kept"
     drafts = summary["drafts"]
     if drafts["accepted_share"] is not None:
         of_tokens = (

@@ -184,13 +184,14 @@ def production(view: RunView) -> dict[str, Any]:
     `steps`, `episodes`, `reward_mean` (over episodes; None without one), `lag` as of the tasks, and `sampled_by`: the
     shares of the episodes' sampled tokens by what their version was when the window was formed, as means over steps.
     `mixed_steps`, `simulated_groups`: how many of the steps have simulated rollouts, too, and how many groups of
-    them."""
+    them. `dollars_per_kept`: what a change that users kept cost, by arm, in the last release whose costs are known."""
     events = view.by_step("rl.step")
     steps, mixed = of_origin(events, PRODUCTION), [event for event in events if text(event, "origin") == MIXED]
     episodes = [(number(event, "num_groups") or 0.0, number(event, "reward_mean") or 0.0) for event in steps]
     total = math.fsum(count for count, _ in episodes)
     shares = [found for event in events if (found := counts(event, "sampled_by"))]
     names = sorted({name for one in shares for name in one})
+    kept = [counts(event, "dollars_per_kept") for event in view.events("production.window")]
     return {
         "steps": len(steps),
         "episodes": int(total),
@@ -199,6 +200,7 @@ def production(view: RunView) -> dict[str, Any]:
         "sampled_by": {name: _mean([one.get(name, 0.0) for one in shares]) for name in names},
         "mixed_steps": len(mixed),
         "simulated_groups": int(_total(of_origin(mixed, SIMULATED), "num_groups")),
+        "dollars_per_kept": next(filter(None, reversed(kept)), {}),
     }
 
 

@@ -72,6 +72,7 @@ class ProductionLoop:
         self.windows, self.run, self.telemetry = windows, windows.run, telemetry
         self._release, self._path, self._poll_s = release, releases, poll_s
         self._outcomes, self._costs = outcomes, costs
+        self._last_costs: Costs | None = None  # of the newest release, as last read
         self._store = weights_store(self.run)
         self._signer = read_signer(windows.config.stores.signing_key)
         self._thread = SerialExecutor("releases")  # the one thread that uses the file of releases
@@ -175,7 +176,8 @@ class ProductionLoop:
     async def _end(self, window: Window, result: str) -> Window:
         window = msgspec.structs.replace(window, result=result)
         await self.windows.storage(self.windows.remember, window)
-        self._event(window, "ended", result=result)
+        costs, self._last_costs = self._last_costs or {}, None
+        self._event(window, "ended", result=result, dollars_per_kept={arm: one.value for arm, one in costs.items()})
         self._tell(f"window {window.number}: {result}")
         return window
 
@@ -246,6 +248,7 @@ class ProductionLoop:
         since = await self._call(lambda releases: releases.share_since(release))
         outcomes = await self.windows.storage(lambda: list(self._outcomes(since, metrics)))
         costs = await self.windows.storage(lambda: self._costs(release, since))
+        self._last_costs = costs or self._last_costs
         return await self._call(lambda releases: releases.observe(outcomes, now=time.time())), costs
 
     async def _held(self, release: Release, where: str, new: int, costs: Costs | None) -> bool:

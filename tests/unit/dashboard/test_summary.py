@@ -110,6 +110,7 @@ def test_steps_on_production_episodes_are_told_apart_from_those_on_tasks(writer)
         "sampled_by": {"before": 0.5, "deployed": 0.5, "other": 0.0},
         "mixed_steps": 0,
         "simulated_groups": 0,
+        "dollars_per_kept": {},
     }
 
 
@@ -129,8 +130,20 @@ def test_the_lag_and_the_rewards_of_a_mixed_step_are_told_apart_by_origin(writer
         "sampled_by": {},
         "mixed_steps": 1,
         "simulated_groups": 2,
+        "dollars_per_kept": {},
     }
     assert "steps on 4 episodes of users; lag 3; 2 simulated groups in 1 of them" in page(RunView(writer.path))
+
+
+def test_the_report_tells_the_dollars_per_kept_change_of_the_last_release_that_knows_them(writer):
+    ended = {"state": "ended", "result": "held"}
+    for number, kept in enumerate(({"stable": 0.5, "canary": 0.25}, {"stable": 0.42, "canary": None}, {}), 1):
+        writer.event(number, "conductor", "production.window", number=number, **ended, dollars_per_kept=kept)
+    writer.event(9.0, "conductor", "rl.step", step=3, lag={"3": 4}, num_groups=4, reward_mean=0.7, origin="production")
+    assert summarise(writer.path)["production"]["dollars_per_kept"] == {"stable": 0.42}, "unknown is not 0"
+    told = page(RunView(writer.path))
+    assert "dollars per kept change" in told
+    assert "stable $0.42" in told
 
 
 def test_lag_is_counted_over_rollouts(writer):
