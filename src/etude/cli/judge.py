@@ -33,7 +33,7 @@ from etude.rewards.judges.calibration import (
     read_labels,
 )
 from etude.rewards.judges.evidence import Evidence
-from etude.rewards.judges.store import JudgeStore
+from etude.rewards.judges.store import Account, JudgeStore
 from etude.rewards.judges.terms import GroupJudgeTerm, JudgeTerm, Mode
 from etude.rewards.judges.tuning import check_sections, exchanges, label_of, row_of
 from etude.rewards.judges.verdicts import Form
@@ -240,18 +240,28 @@ def _shown(one: Estimate | None) -> str:
     return "" if one is None else f"{one.value:.2f} ({one.low:.2f} to {one.high:.2f})"
 
 
+def _spent(one: Account) -> str:
+    """Show the dollars that an account has spent. The cost of some or all calls may be unknown: that is not 0."""
+    spent = f"{max(0.0, one.dollars - one.reserved):.4f}"
+    if not one.unpriced:
+        return spent
+    return "unknown" if float(spent) == 0.0 else f"at least {spent}"
+
+
 def accounts(args: argparse.Namespace) -> int:
     """Print what each judge in a cache file has answered and cost: model, counts of questions, dollars. Returns 0.
 
+    Dollars that are only reserved, for calls in flight and for calls whose cost is unknown, have their own column.
     Raises `InputError` if the path is not a file, and `StoreError` if the file cannot be read."""
     if not args.cache.is_file():
         facts = "it is a folder" if args.cache.is_dir() else "it does not exist"
         raise InputError(f"{args.cache} is not a file of verdicts", facts, hint="give the judge's setting `cache`")
     store = JudgeStore(args.cache)
-    table = Table("judge", "model", "answered", "cached", "unknown", "dollars", "without price", "last unknown")
+    table = Table("judge", "model", "answered", "cached", "unknown", "dollars", "reserved", "cost unknown")
+    table.add_column("last unknown")
     for one in store.accounts():
-        counts = (str(one.calls), str(one.cached), str(one.unknown), f"{one.dollars:.4f}", str(one.unpriced))
-        table.add_row(one.judge, one.model, *counts, one.last_unknown)
+        counts = (str(one.calls), str(one.cached), str(one.unknown), _spent(one), f"{one.reserved:.4f}")
+        table.add_row(one.judge, one.model, *counts, str(one.unpriced), one.last_unknown)
     store.close()
     console().print(table)
     return Exit.DONE

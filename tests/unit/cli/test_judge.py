@@ -109,6 +109,26 @@ def test_a_judge_is_calibrated_in_the_mode_of_its_term_and_only_with_an_auditor_
     assert "the distance to the auditor cannot be measured" in capsys.readouterr().err
 
 
+def test_an_account_shows_an_unknown_cost_as_unknown_and_reservations_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    store = JudgeStore(tmp_path / "judges.sqlite")
+    calls = {"a": (0.0, [None]), "b": (0.5, [0.25, None]), "c": (0.5, [0.25]), "d": (0.5, [None])}
+    for judge, (reserved, costs) in calls.items():
+        for cost in costs:
+            assert store.reserve(judge, reserved, 9.0) is None
+            store.settle(judge, reserved, cost)
+    store.close()
+    assert etude.main(["judge", "accounts", str(tmp_path / "judges.sqlite")]) == 0
+    rows = [[cell.strip() for cell in line.split("│")] for line in capsys.readouterr().out.splitlines()]
+    found = {row[1]: row[6:9] for row in rows if len(row) > 9}
+    assert found["a"] == ["unknown", "0.0000", "1"]
+    assert found["b"] == ["at least 0.2500", "0.5000", "1"]
+    assert found["c"] == ["0.2500", "0.0000", "0"]
+    assert found["d"] == ["unknown", "0.5000", "1"]
+
+
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with random weights, of a tokeniser that knows digits."""

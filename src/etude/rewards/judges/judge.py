@@ -289,8 +289,10 @@ class Judge:
         most = self.prices.cost(num_input, 0, self.asker.max_output(question.form))
         if self.limits.budget is None or most is None:
             return 0.0
-        if not await asyncio.to_thread(self.store.reserve, self.account, most, self.limits.budget):
-            raise _Unknown(f"the budget of {self.limits.budget:g} dollars is spent", retry=False)
+        left = await asyncio.to_thread(self.store.reserve, self.account, most, self.limits.budget)
+        if left is not None:
+            budget = f"the {left:.3g} dollars that are left of the budget of {self.limits.budget:g}"
+            raise _Unknown(f"one call may cost up to ${most:.3g}, more than {budget}", retry=False)
         return most
 
     def _cost(self, reply: Reply) -> float | None:

@@ -30,7 +30,8 @@ CREATE INDEX IF NOT EXISTS by_use ON verdicts (used);
 CREATE TABLE IF NOT EXISTS judges (
     judge TEXT PRIMARY KEY, model TEXT NOT NULL DEFAULT '', dollars REAL NOT NULL DEFAULT 0.0,
     unpriced INTEGER NOT NULL DEFAULT 0, calls INTEGER NOT NULL DEFAULT 0, cached INTEGER NOT NULL DEFAULT 0,
-    unknown INTEGER NOT NULL DEFAULT 0, next_at REAL NOT NULL DEFAULT 0.0, last_unknown TEXT NOT NULL DEFAULT ''
+    unknown INTEGER NOT NULL DEFAULT 0, next_at REAL NOT NULL DEFAULT 0.0, last_unknown TEXT NOT NULL DEFAULT '',
+    reserved REAL NOT NULL DEFAULT 0.0
 );
 CREATE TABLE IF NOT EXISTS secret (bytes BLOB NOT NULL);
 """
@@ -49,14 +50,16 @@ class Stored:
 class Account:
     """The calls and costs of one judge so far.
 
-    `dollars`: spent, or reserved for calls in flight. `unpriced`: number of answered calls whose price is unknown; they
-    are not in `dollars`. `calls`, `cached`: numbers of verdicts from a call and from the store. `unknown`: number of
-    questions without a verdict; `last_unknown`: the reason of the last one. `model`: the name that the server gave the
-    model in its first answer."""
+    `dollars`: spent or reserved. `reserved`: the part of them that is only reserved: for calls in flight, and for calls
+    whose cost is unknown. `unpriced`: number of calls whose cost is unknown, since a price is missing, the server did
+    not count the tokens, or a call that may cost money had no complete answer. `calls`, `cached`: numbers of verdicts
+    from a call and from the store. `unknown`: number of questions without a verdict; `last_unknown`: the reason of the
+    last one. `model`: the name that the server gave the model in its first answer."""
 
     judge: str
     model: str
     dollars: float
+    reserved: float
     unpriced: int
     calls: int
     cached: int
@@ -104,7 +107,10 @@ class JudgeStore:
             [found] = database.execute("PRAGMA user_version").fetchone()
             if found not in (0, _FORMAT):
                 raise sqlite3.DatabaseError(f"it has format {found}, and this version of etude supports {_FORMAT}")
-            database.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {_FORMAT}; COMMIT;")
+            database.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {_FORMAT};")
+            if "reserved" not in {row[1] for row in database.execute("PRAGMA table_info(judges)")}:  # an older file
+                database.execute("ALTER TABLE judges ADD COLUMN reserved REAL NOT NULL DEFAULT 0.0")
+            database.execute("COMMIT")
         except BaseException:
             database.close()
             raise
@@ -158,21 +164,29 @@ class JudgeStore:
 
     # money and pace
 
-    def reserve(self, judge: str, dollars: float, budget: float) -> bool:
-        """Reserve `dollars` for one call. Returns False, and reserves nothing, if that would exceed the budget."""
+    def reserve(self, judge: str, dollars: float, budget: float) -> float | None:
+        """Reserve `dollars` for one call, and return None.
+
+        If that would exceed the budget, reserves nothing, and returns the dollars that are left of the budget."""
         with self._transaction() as database:
             self._account(database, judge)
-            change = "UPDATE judges SET dollars = dollars + ? WHERE judge = ? AND dollars + ? <= ?"
-            return database.execute(change, (dollars, judge, dollars, budget)).rowcount == 1
+            change = "UPDATE judges SET dollars = dollars + ?, reserved = reserved + ?"
+            change += " WHERE judge = ? AND dollars + ? <= ?"
+            if database.execute(change, (dollars, dollars, judge, dollars, budget)).rowcount == 1:
+                return None
+            [spent] = database.execute("SELECT dollars FROM judges WHERE judge = ?", (judge,)).fetchone()
+            return max(0.0, budget - float(spent))
 
     def settle(self, judge: str, reserved: float, spent: float | None) -> None:
         """Replace the reservation of a call by the dollars that it cost.
 
-        `spent` None: the cost is unknown, so the reserved dollars count as spent."""
+        `spent` None: the cost is unknown, so the dollars stay reserved."""
+        known = (0.0, 0.0, 1) if spent is None else (spent - reserved, reserved, 0)
         with self._transaction() as database:
             self._account(database, judge)
-            change = "UPDATE judges SET dollars = max(0.0, dollars + ?), unpriced = unpriced + ? WHERE judge = ?"
-            database.execute(change, (0.0 if spent is None else spent - reserved, int(spent is None), judge))
+            change = "UPDATE judges SET dollars = max(0.0, dollars + ?), reserved = max(0.0, reserved - ?)"
+            change += ", unpriced = unpriced + ? WHERE judge = ?"
+            database.execute(change, (*known, judge))
 
     def turn(self, judge: str, per_minute: int, most_s: float) -> float | None:
         """Reserve the next time at which a call may start at a rate of `per_minute`, and return the seconds until then.
@@ -207,7 +221,7 @@ class JudgeStore:
 
     def accounts(self) -> list[Account]:
         """Return the accounts of all judges that used the file."""
-        fields = "judge, model, dollars, unpriced, calls, cached, unknown, last_unknown"
+        fields = "judge, model, dollars, reserved, unpriced, calls, cached, unknown, last_unknown"
         with self._transaction() as database:
             return [Account(*row) for row in database.execute(f"SELECT {fields} FROM judges ORDER BY judge")]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sqlite3
 import time
 import types
 from collections.abc import Awaitable, Callable
@@ -326,7 +328,7 @@ def test_money_is_counted_and_a_spent_budget_makes_verdicts_unknown(tmp_path: Pa
     found = asked(server, use)
     unknown = [one for one in found if one.value is None]
     assert 0 < len(unknown) < 40
-    assert all("the budget of 0.15 dollars is spent" in one.reason for one in unknown)
+    assert all("dollars that are left of the budget of 0.15" in one.reason for one in unknown)
 
 
 def test_a_call_for_one_token_reserves_one_token(tmp_path: Path) -> None:
@@ -364,6 +366,25 @@ def test_the_cost_of_an_answer_without_counts_is_unknown_and_not_0(tmp_path: Pat
     assert scored(ScriptedJudge(usage=False), tmp_path, prices=PRICES).value == 2
     [account] = JudgeStore(tmp_path / "judges.sqlite").accounts()
     assert account.unpriced == 1
+
+
+def test_what_is_only_reserved_is_told_apart_from_what_is_spent_also_in_a_file_of_an_earlier_version(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "judges.sqlite"
+    JudgeStore(path).secret()
+    with contextlib.closing(sqlite3.connect(path)) as old:
+        old.execute("ALTER TABLE judges DROP COLUMN reserved")
+    store = JudgeStore(path)
+    for spent in (0.2, None):
+        assert store.reserve("tone", 0.5, 2.0) is None
+        [account] = store.accounts()
+        assert account.reserved == 0.5
+        store.settle("tone", 0.5, spent)
+    [account] = store.accounts()
+    assert (account.dollars, account.reserved, account.unpriced) == (pytest.approx(0.7), 0.5, 1)
+    assert store.reserve("tone", 1.5, 2.0) == pytest.approx(1.3)
+    store.close()
 
 
 def test_a_pair_is_asked_in_both_orders_and_contradictions_are_a_tie(tmp_path: Path) -> None:
