@@ -8,12 +8,15 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from etude.dashboard.run_view import Event, RunView, number, text
 
+OFTEN = 0.1
+"""A reward term that is unknown for a larger share of the rollouts is named at the end of a run."""
 STATES = {"restart": "was restarted", "hung": "did not answer and was killed"}
 
 
@@ -54,6 +57,24 @@ def unknown_terms(view: RunView) -> Iterator[tuple[float, str]]:
                 float(event["t"]),
                 f"{what} the reward term {', '.join(map(str, names))}, which is unknown{''.join(why[:1])}",
             )
+
+
+def often_unknown(view: RunView) -> list[str]:
+    """List a sentence for each weighted reward term that was unknown for more than `OFTEN` of the rollouts trained on.
+
+    The share is the mean over the steps that had the term."""
+    shares: dict[str, list[float]] = {}
+    for event in view.events("rl.step"):
+        weights, unknown = event.get("reward_weights"), event.get("unknown_terms")
+        for name in weights if isinstance(weights, dict) else ():
+            shares.setdefault(name, []).append((number(unknown, name) or 0.0) if isinstance(unknown, dict) else 0.0)
+    return [
+        f"the reward term {name} was unknown for {mean:.0%} of the rollouts of {len(found)} steps, whose groups were "
+        f"trained on without it; the reasons are the events rewards.unknown in {view.path / 'events'}, and for judges "
+        f"in etude judge accounts"
+        for name, found in sorted(shares.items())
+        if (mean := fmean(found)) > OFTEN
+    ]
 
 
 def losses(view: RunView) -> list[Event]:

@@ -21,7 +21,7 @@ from etude.dashboard.glossary import meaning
 from etude.dashboard.messages import messages
 from etude.dashboard.pages import render, write_page
 from etude.dashboard.panels import PANELS, Panel
-from etude.dashboard.problems import damage, recovered_failures
+from etude.dashboard.problems import damage, often_unknown, recovered_failures
 from etude.dashboard.run_view import PHASES, RunView, counts, number, text
 from etude.dashboard.summary import summarise_view
 from etude.file_checksums import ChecksumMismatch, verify_parquet
@@ -62,6 +62,7 @@ def page(view: RunView, rollouts: Sequence[RolloutView] = ()) -> str:
         host=_host(summary["host"]),
         problems=recovered_failures(view),
         damage=damage(view),
+        often_unknown=often_unknown(view),
         pair=pair(view.path / "evals"),
         rollouts=[_bounded(one) for one in rollouts],
         conversations=conversations,

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from etude.dashboard import formatting
 from etude.dashboard.glossary import GLOSSARY, legend
-from etude.dashboard.problems import STATES, losses, unknown_terms
+from etude.dashboard.problems import STATES, losses, often_unknown, unknown_terms
 from etude.dashboard.progress import current_phase, progress
 from etude.dashboard.run_view import PHASES, Event, RunView, number, text
 from etude.dashboard.summary import PRODUCTION, heldout, invalid, is_delta, lag_by_origin, summarise_view, weights
@@ -69,7 +69,7 @@ def result_lines(run_dir: Path | str) -> list[str]:
     view = RunView(run_dir)
     summary = summarise_view(view)
     found, spent, sent = summary["heldout"], summary["wall_s"], summary["weights"]
-    lines = [_verdict(found), *_transfer(summary["transfer"])]
+    lines = [_verdict(found), *_transfer(summary["transfer"]), *often_unknown(view)]
     parts = ", ".join(f"{name} {formatting.duration(spent[name])}" for name in PHASES if spent.get(name, 0) >= 0.05)
     if parts:
         lines.append(f"{formatting.duration(spent['total'])} in all: {parts}")

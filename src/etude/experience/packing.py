@@ -327,7 +327,9 @@ def step_metrics(plan: BatchPlan, batch: BatchRef) -> dict[str, Any]:
     advantage that are not in the loss because they are too old; not_plain_share is the share that are not in it because
     of their sampling parameters (`Sampling.plain`). Rewards are before the KL penalty. Lags are of all valid rollouts,
     trained on or not. Of rollouts that share their first turns (`Fork`) only the first one counts for the rewards;
-    `continuations` is the number of the others, where there are any. Means are 0.0 if there is no valid rollout."""
+    `continuations` is the number of the others, where there are any. `unknown_terms` is the share of the graded
+    rollouts for which a term's contribution is unknown, by name of the term, where it is not 0. Means are 0.0 if there
+    is no valid rollout."""
     groups = plan.judged
     valid = [rollout for judged in groups.values() for rollout, _ in judged]
     further = {member.rollout_id for member in plan.members if member.num_context_turns}
@@ -354,8 +356,16 @@ def step_metrics(plan: BatchPlan, batch: BatchRef) -> dict[str, Any]:
         "masked_share": batch.num_masked / num_credited,
         "not_plain_share": batch.num_not_plain / num_credited,
         **({"continuations": len(further)} if further else {}),
+        **({"unknown_terms": unknown} if (unknown := _unknown_terms(plan)) else {}),
         **({"hints": batch.num_hints, "unplaced_hints": batch.num_unplaced_hints} if plan.rewards.get("hints") else {}),
     }
+
+
+def _unknown_terms(plan: BatchPlan) -> dict[str, float]:
+    how = Composition(weights=plan.rewards["weights"], when=plan.rewards["when"])
+    graded = [member.outcome for member in plan.members if isinstance(member.outcome, Graded)]
+    counts = {name: sum(bool(how.why_unknown(one, name)) for one in graded) for name in how.weights}
+    return {name: count / len(graded) for name, count in counts.items() if count}
 
 
 def _mean(values: Sequence[float]) -> float:

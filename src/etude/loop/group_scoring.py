@@ -173,7 +173,7 @@ class GroupScorer:
             newest = {one.name: one for one in self.settings.at(self.next_step + 1).terms if one.name in held}
             terms = tuple(newest.get(one.name, one) for one in terms)
         composition = self.settings.composition(self.next_step)
-        unknown = [one.name for one in terms if any(_why_unknown(got, one.name, composition) for got in graded)]
+        unknown = [one.name for one in terms if any(composition.why_unknown(got, one.name) for got in graded)]
         if unknown:
             self._log("without", group_id, unknown, self._reasons(unknown, summaries, graded), waited_s)
         elif said:
@@ -208,7 +208,7 @@ class GroupScorer:
         composition, names = self.settings.composition(self.next_step), [one.name for one in terms if one.name in now]
         held = [name for name in names if _patient(now[name]) and _waits_for(name, graded, composition) in names]
         if held and waited_s > WAIT_S:
-            why = next(filter(None, (_why_unknown(one, held[0], composition) for one in graded)))
+            why = next(filter(None, (composition.why_unknown(one, held[0]) for one in graded)))
             raise DeadlineExceeded(
                 f"reward term {held[0]!r} of group {group_id} is unknown",
                 f"waited {waited_s:.0f} s: {why}",
@@ -225,7 +225,7 @@ class GroupScorer:
             f"{summary.rollout_id} {name}": why
             for summary, one in zip(summaries, graded, strict=True)
             for name in names
-            if (why := _why_unknown(one, name, composition))
+            if (why := composition.why_unknown(one, name))
         }
 
     def _log(
@@ -259,7 +259,7 @@ def _waits_for(name: str, graded: Sequence[Graded], composition: Composition) ->
     while gates[-1] in composition.when:
         gates.append(composition.when[gates[-1]])
     for one in graded:
-        if _why_unknown(one, name, composition):
+        if composition.why_unknown(one, name):
             return next((gate for gate in reversed(gates) if one.values.get(gate) is None), name)
     return ""
 
@@ -267,12 +267,3 @@ def _waits_for(name: str, graded: Sequence[Graded], composition: Composition) ->
 def _patient(term: TermConfig) -> bool:
     """Whether groups wait for a term. They do not wait for one that is only measured."""
     return term.missing is Missing.WAIT and bool(term.weight or term.hints)
-
-
-def _why_unknown(graded: Graded, name: str, composition: Composition) -> str:
-    """Return why the contribution of a term to a reward is unknown; "" if it is known, or the gate is closed."""
-    terms = {term.name: term for term in graded.terms}
-    is_open, found = composition.counts(name, terms), terms.get(name)
-    if is_open is None:
-        return f"its gate {composition.when[name]!r} is unknown"
-    return (found.evidence or "no reason") if is_open and found is not None and found.value is None else ""

@@ -102,6 +102,14 @@ class Composition:
         found = terms.get(gate)
         return None if found is None or found.value is None else found.value > 0
 
+    def why_unknown(self, graded: Graded, name: str) -> str:
+        """Return why the contribution of a term to a reward is unknown; "" if it is known, or the gate is closed."""
+        terms = {term.name: term for term in graded.terms}
+        is_open, found = self.counts(name, terms), terms.get(name)
+        if is_open is None:
+            return f"its gate {self.when[name]!r} is unknown"
+        return (found.evidence or "no reason") if is_open and found is not None and found.value is None else ""
+
     def counted(self, terms: Mapping[str, Term], missing: Collection[str]) -> dict[str, float]:
         """Return the weights with which terms count for a rollout that has `terms`, by name of the term.
 

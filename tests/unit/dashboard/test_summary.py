@@ -301,6 +301,18 @@ def test_the_terminal_names_the_reward_term_that_a_group_waits_for(writer):
     assert "reward term" not in shown(RunView(writer.path))
 
 
+def test_a_run_whose_reward_term_was_often_unknown_says_so_at_its_end_and_in_its_report(writer):
+    writer.everything()
+    weights = {"reward_weights": {"tone": 0.5, "brief": 0.5}}
+    for step, unknown in enumerate(({"tone": 1.0, "brief": 0.1}, {"tone": 0.5}, {}), 1):
+        writer.event(2e9 + step, "conductor", "rl.step", step=step, num_steps=3, **weights, unknown_terms=unknown)
+    view = RunView(writer.path)
+    said = "the reward term tone was unknown for 50% of the rollouts of 3 steps"
+    assert next(line for line in result_lines(writer.path) if "the reward term" in line).startswith(said)
+    assert said in page(view)
+    assert "reward term brief" not in "".join([*result_lines(writer.path), page(view)])
+
+
 def test_one_plain_line_says_what_matters_without_graphics(writer):
     writer.everything(until="rl", rl_steps=23)
     line = plain_line(RunView(writer.path))

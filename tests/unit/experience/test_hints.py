@@ -128,6 +128,22 @@ def test_what_is_recorded_is_read_and_computed_again_to_the_bit(kit: Any, tmp_pa
         assert not recompute(recorded, other, scheme, max_lag=0, hint_format=FORMAT).equal
 
 
+def test_a_step_tells_the_share_of_the_rollouts_for_which_a_term_is_unknown(kit: Any, tmp_path: Path) -> None:
+    one = kit.group("g0", (1.0, 0.0, 1.0, 0.0), kit.chain([(0, 4)], [(0, 5)]))
+    values = [(None, 1.0), (0.5, 1.0), (0.5, 0.0), (None, 0.0)]
+    finished = []
+    for each, (polite, brief) in zip(one.finished, values, strict=True):
+        assert isinstance(each.outcome, Graded)
+        terms = Term(name="polite", value=polite), Term(name="brief", value=brief)
+        outcome = each.outcome.with_terms(*terms)
+        finished.append(Finished(rollout_id=each.rollout_id, outcome=outcome, summary=each.summary))
+    group = Group(group_id=one.group_id, rollout_ids=one.rollout_ids, finished=tuple(finished))
+    for when, shares in (({}, {"polite": 0.5}), ({"polite": "brief"}, {"polite": 0.25})):
+        how = Composition(weights={"polite": 0.5, "brief": 0.25}, when=when)
+        plan = plan_batch([group], batch_id="b", step=1, max_lag=0, composition=how)
+        assert step_metrics(plan, record_batch(tmp_path, plan, kit.read)[1])["unknown_terms"] == shares
+
+
 def test_a_batch_without_hints_has_the_digest_that_it_had_before_there_were_any(kit: Any, tmp_path: Path) -> None:
     one = group(kit, ((1, "no"),), (), rewards=(1.0, 0.0))
     plans = [plan_batch([one], batch_id="b", step=1, max_lag=0, composition=how) for how in (Composition(), HOW)]
