@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from etude.rewards.judges.calibration import (
     as_json,
     calibrate,
     distance,
+    order_of,
     read_labels,
 )
 from etude.rewards.judges.evidence import Evidence
@@ -38,6 +39,8 @@ from etude.rewards.judges.terms import GroupJudgeTerm, JudgeTerm, Mode
 from etude.rewards.judges.tuning import check_sections, exchanges, label_of, row_of
 from etude.rewards.judges.verdicts import Form
 
+FEW_LABELS = 30
+"""With fewer labels in a half, the report on a judge has a remark."""
 MANY_TIMES = 2.0
 """How often a judge may be shown a label in tuning before a hint is printed. After 2.6 times the judge of
 `benchmarks.rewards.own_judge` was overconfident."""
@@ -53,7 +56,9 @@ def calibrate_judge(args: argparse.Namespace) -> int:
     half = Half(args.half)
     every = read_labels(args.labels, term.judge.rubric, _evidence_of(args.run, term))
     labels = [label for label in every if label.half is half]
-    reports, far = asyncio.run(_measure(term, auditor, labels))
+    reports, far, order = asyncio.run(_measure(term, auditor, labels))
+    useful = any(one.low > 0.5 for one in order.values())
+    tolerance = max(0.001, far.high) if far is not None and useful else None
     screen = console()
     screen.print(
         f"judge {args.term}, {term.mode}, version {term.version}: {len(labels)} of {len(every)} labels, half {half}"
@@ -62,29 +67,47 @@ def calibrate_judge(args: argparse.Namespace) -> int:
     for one in reports:
         table.add_row(*_row(one))
     screen.print(table)
+    for remark in _remarks(reports):
+        screen.print(f"remark: {remark}", markup=False)
     if half is Half.TUNE:
         screen.print("these labels are for tuning the rubric: report the numbers of --half report")
     if far is not None:
         screen.print(f"distance to {args.auditor}: {_shown(far)}")
-        screen.print(f"[[rewards.audits]]: tolerance = {max(0.001, far.high):.3f}", markup=False)
+        if tolerance is None:
+            auc = "; ".join(f"AUC of {name} {_shown(one)}" for name, one in order.items())
+            why = f"{args.auditor} does not order these works better than chance would ({auc})"
+            screen.print(f"no tolerance for [[rewards.audits]]: {why}", markup=False)
+        else:
+            screen.print(f"[[rewards.audits]]: tolerance = {tolerance:.3f}", markup=False)
     if args.json is not None:
         facts = {"term": args.term, "version": term.version, "half": str(half), "auditor": args.auditor}
-        args.json.write_text(as_json(reports, **facts, tolerance=None if far is None else far.high))
+        args.json.write_text(as_json(reports, **facts, tolerance=tolerance))
     return Exit.DONE
 
 
 async def _measure(
     term: JudgeTerm | GroupJudgeTerm, auditor: JudgeTerm | GroupJudgeTerm | None, labels: list[Label]
-) -> tuple[list[AspectReport], Estimate | None]:
+) -> tuple[list[AspectReport], Estimate | None, dict[str, Estimate]]:
     reports = await calibrate(term.judge, labels, term.mode)
     if auditor is None:
-        return reports, None
+        return reports, None, {}
     works: dict[str, dict[str, Evidence]] = {}
     for label in labels:
         if label.other is None:
             works.setdefault(label.cluster, {})[label.work.digest] = label.work
     fewest = 1 if term.mode is Mode.POINTWISE else 2
-    return reports, await distance(term, auditor, [[*some.values()] for some in works.values() if len(some) >= fewest])
+    groups = [[*some.values()] for some in works.values() if len(some) >= fewest]
+    return reports, await distance(term, auditor, groups), await order_of(auditor, labels, groups)
+
+
+def _remarks(reports: Sequence[AspectReport]) -> Iterator[str]:
+    for one in reports:
+        if one.num_labels < FEW_LABELS:
+            count = f"{one.num_labels} labels of {one.aspect} in this half have a verdict"
+            yield f"{count}, fewer than {FEW_LABELS}: the intervals are wide; add labels"
+        if one.num_unknown:
+            of = f"{one.num_unknown} of {one.num_labels + one.num_unknown} verdicts on {one.aspect}"
+            yield f"{of} are unknown, most often: {one.why_unknown}"
 
 
 def _judge(rewards: RewardsConfig, name: str) -> JudgeTerm | GroupJudgeTerm:

@@ -87,6 +87,32 @@ def test_a_judge_of_a_config_is_calibrated_on_one_half_and_its_account_is_shown(
     assert "facts by facts" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("mode", ["pointwise", "ranking"])
+def test_no_tolerance_is_offered_for_an_auditor_that_is_no_better_than_chance_and_few_labels_and_unknowns_are_told(
+    config: Path, capsys: pytest.CaptureFixture[str], server: ScriptedJudge, mode: str
+) -> None:
+    given = [row | {"group": f"task {number // 4}"} for number, row in enumerate(rows(160))]
+    Path("labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    config.write_text(config.read_text().replace("}", f', mode = "{mode}"}}'))
+    server.bias = lambda text, draw: draw.randint(1, 5)
+    words = ["judge", "calibrate", "labels.jsonl", "--config", "config.toml", "--term", "facts"]
+    assert etude.main([*words, "--auditor", "auditor", "--json", "report.json"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "auditor does not order these works better than chance would (AUC of facts 0." in said
+    assert "tolerance =" not in said
+    assert "remark" not in said
+    assert json.loads(Path("report.json").read_text())["tolerance"] is None
+    if mode == "pointwise":
+        some = [row for row in rows(30, seed=7)]
+        Path("labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+        already = len(server.bodies)
+        server.fault = lambda number: 400 if number <= already + 3 else None
+        assert etude.main(words) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert "in this half have a verdict, fewer than 30" in said
+        assert re.search(r"remark: 3 of \d+ verdicts on facts are unknown, most often: judge: .*status 400", said)
+
+
 def test_a_judge_is_calibrated_in_the_mode_of_its_term_and_only_with_an_auditor_of_that_mode(
     config: Path, capsys: pytest.CaptureFixture[str], server: ScriptedJudge
 ) -> None:

@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,8 @@ class Label:
 class AspectReport(msgspec.Struct, frozen=True, kw_only=True):
     """How well a judge agrees with people about one aspect, over `num_labels` works or pairs with a verdict.
 
-    - `num_unknown`: works or pairs without a verdict. They are in no other number.
+    - `num_unknown`: works or pairs without a verdict. They are in no other number. `why_unknown`: the most frequent
+      reason; "" if all have a verdict.
     - `kappa`: Cohen's kappa with quadratic weights; on a scale of two scores it equals the unweighted kappa. 1: full
       agreement, 0: agreement by chance.
     - `auc`: of two works that people score differently, the probability that the judge orders them as people do; ties
@@ -117,6 +119,7 @@ class AspectReport(msgspec.Struct, frozen=True, kw_only=True):
     aspect: str
     num_labels: int
     num_unknown: int
+    why_unknown: str
     kappa: Estimate
     auc: Estimate | None
     exact: float
@@ -270,6 +273,7 @@ async def _of_works(judge: Judge, labels: Sequence[Label]) -> AspectReport:
         aspect=aspect.name,
         num_labels=len(known),
         num_unknown=len(labels) - len(known),
+        why_unknown=_most_frequent_reason(verdicts),
         kappa=agreed.estimate(kappa, -1.0),
         auc=ordered.estimate(concordance),
         exact=float(np.trace(table) / table.sum()),
@@ -298,6 +302,7 @@ async def _of_pairs(judge: Judge, labels: Sequence[Label], mode: Mode) -> Aspect
         aspect=labels[0].aspect.name,
         num_labels=len(known),
         num_unknown=len(labels) - len(known),
+        why_unknown=_most_frequent_reason(answers),
         kappa=counts.estimate(kappa, -1.0),
         auc=counts.estimate(in_order),
         exact=float(np.trace(table) / table.sum()),
@@ -383,11 +388,15 @@ def _known(labels: Sequence[Label], values: Sequence[Any], verdicts: Sequence[An
     """Return the labels with a verdict, and the verdicts. Raises `InputError` if people or judge leave one class."""
     both = [(label, value) for label, value in zip(labels, values, strict=True) if value is not None]
     if len({label.score for label, _ in both}) < 2:
-        why = next((one.reason for one in verdicts if isinstance(one, Verdict) and one.value is None), "")
-        facts = f"{len(both)} of {len(labels)} have a verdict; {why}"
+        facts = f"{len(both)} of {len(labels)} have a verdict; {_most_frequent_reason(verdicts)}"
         hint = "correct the cause that is named, then calibrate again"
         raise InputError("the judge gave too few verdicts to compare them with the labels", facts, hint=hint)
     return [label for label, _ in both], [value for _, value in both]
+
+
+def _most_frequent_reason(verdicts: Iterable[object]) -> str:
+    reasons = Counter(one.reason for one in verdicts if isinstance(one, Verdict) and one.value is None)
+    return reasons.most_common(1)[0][0] if reasons else ""
 
 
 async def distance(
@@ -413,6 +422,39 @@ async def distance(
         )
     found = clustered_mean(*map(list, zip(*known, strict=True)))
     return Estimate(*(math.sqrt(max(0.0, one)) for one in (found.value, found.low, found.high)))
+
+
+async def order_of(
+    auditor: JudgeTerm | GroupJudgeTerm, labels: Sequence[Label], groups: Sequence[Sequence[Evidence]]
+) -> dict[str, Estimate]:
+    """Measure how well the values that an auditor gives the works of each group order them, as `AspectReport.auc` does.
+
+    Returns one estimate for each aspect of the labels of single works; 0.5: order by chance. For an auditor that
+    compares works, only works of one group are compared."""
+    scores = await asyncio.gather(*map(auditor.scores, groups))
+    values = {
+        work.digest: one.value
+        for works, some in zip(groups, scores, strict=True)
+        for work, one in zip(works, some, strict=True)
+        if one.value is not None
+    }
+    found = dict[str, Estimate]()
+    singles = [label for label in labels if label.other is None and label.work.digest in values]
+    for name in dict.fromkeys(label.aspect.name for label in singles):
+        own = [label for label in singles if label.aspect.name == name]
+        statistic = concordance
+        if auditor.mode is Mode.POINTWISE:
+            said = [values[label.work.digest] for label in own]
+        else:
+            own, statistic = _pairs_in(_siblings(own)), in_order
+            ahead = [(values[one.work.digest], values[one.other.digest]) for one in own if one.other is not None]
+            said = [float(a > b) - float(a < b) for a, b in ahead]
+        pairwise = statistic is in_order
+        rows = range(-1, 2) if pairwise else sorted({label.score for label in own})
+        columns = range(-1, 2) if pairwise else sorted(set(said))
+        counts = Counts([label.score for label in own], rows, said, columns, [label.cluster for label in own])
+        found[name] = counts.estimate(statistic)
+    return found
 
 
 def as_json(reports: Sequence[AspectReport], **facts: Mapping[str, Any] | str | float | None) -> str:

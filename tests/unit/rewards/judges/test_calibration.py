@@ -172,6 +172,7 @@ def test_a_judge_without_verdicts_is_not_reported(tmp_path: Path) -> None:
 def test_verdicts_that_are_unknown_are_counted_and_are_in_no_number(tmp_path: Path) -> None:
     found = reported(tmp_path, rows(30), fault=lambda number: 400 if number <= 5 else None)
     assert (found.num_labels, found.num_unknown, found.exact) == (25, 5, 1.0)
+    assert "status 400" in found.why_unknown
 
 
 def test_each_work_is_in_one_half_whatever_its_label_author_or_place(tmp_path: Path) -> None:
