@@ -41,6 +41,7 @@ from etude.evals.rows import read_rows
 from etude.evals.suites import Suite, read_suite, values_of
 from etude.evals.training_seeds import over_training_seeds
 from etude.prices import read_prices
+from etude.rewards.config import TERMS
 from etude.rollouts.model_url import Endpoint
 
 if TYPE_CHECKING:
@@ -71,8 +72,20 @@ def evaluate(args: argparse.Namespace) -> int:
     write_record(args.out, record)
     records = [record, *(one.record for one in models[1:])]
     print(json.dumps([plain(one) for one in records] if len(records) > 1 else plain(record), indent=2), flush=True)
+    _print_unknown_judges(suite, records)
     _require(suite, record, rollouts=record_path(args.out, suite.name, record.label).with_suffix(".parquet"))
     return 0
+
+
+def _print_unknown_judges(suite: Suite, records: Sequence[EvalRecord]) -> None:
+    """Print a remark for each judge's term with unknown values: `judge_dollars` may pass its gate for that reason."""
+    judges = {term.name for term in suite.rewards.terms if term.kind.path in ("judge", TERMS["judge"])}
+    for record in records:
+        for name, mean in record.result.terms.items():
+            if name in judges and mean.num_unknown:
+                count = f"{mean.num_unknown} of {mean.num_unknown + mean.num_known} rollouts of {record.label}"
+                why = "judge_dollars is less than if the judge had answered; the reasons are in etude judge accounts"
+                print(f"remark: the judge's term {name} is unknown for {count}: {why}", file=sys.stderr, flush=True)
 
 
 def check_labels(out: Path, suite: str, labels: Sequence[str]) -> None:
@@ -363,6 +376,7 @@ def _report_seeds(suite: Suite, played: Sequence[Sequence[_Played]], args: argpa
     write_record(args.out, record)
     print(seeds_line(record), file=sys.stderr, flush=True)
     print(json.dumps({"seeds": plain(record), "results": [plain(one) for one in records]}, indent=2), flush=True)
+    _print_unknown_judges(suite, records)
     _require(suite, record, rollouts=args.out / suite.name)
     return 0
 
