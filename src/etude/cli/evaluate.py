@@ -41,7 +41,7 @@ from etude.evals.rows import read_rows
 from etude.evals.suites import Suite, read_suite, values_of
 from etude.evals.training_seeds import over_training_seeds
 from etude.prices import read_prices
-from etude.rollouts.model_url import Endpoint
+from etude.rollouts.model_url import PATIENCE_S, Endpoint
 
 if TYPE_CHECKING:
     from etude.loop.config import RunConfig
@@ -162,6 +162,8 @@ def _play(suite: Suite, subject: Subject, given: Mapping[str, Any], args: argpar
     total, path = suite.samples * len(tasks), record_path(args.out, suite.name, subject.label)
     where = f"asking {model.url}" if isinstance(model, Endpoint) else "starting its processes"
     report(f"evaluating {subject.label} on {suite.name} with {total} rollouts; {where}")
+    if isinstance(model, Endpoint) and (why := model.unreachable()):
+        report(f"{model.url} cannot be reached ({why}); each request is sent again for up to {PATIENCE_S:g} s")
     with ProgressBar("rollouts", total) as progress:
         work = evaluate_model(
             model,

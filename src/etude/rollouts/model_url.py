@@ -11,7 +11,9 @@ import asyncio
 import json
 import os
 import random
+import socket
 import time
+import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,6 +65,16 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"dialect {self.dialect!r} is unknown", hint=nearest(self.dialect, _WIRES))
         if not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"{self.url!r} is not a URL", hint="give e.g. https://api.openai.com/v1")
+
+    def unreachable(self) -> str:
+        """Try to connect to the server, for at most 5 seconds. Returns why it failed; "" if it did not."""
+        parts = urllib.parse.urlsplit(self.url)
+        try:
+            address = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+            socket.create_connection(address, timeout=5.0).close()
+        except (OSError, ValueError) as error:
+            return str(error)
+        return ""
 
 
 class Usage(NamedTuple):

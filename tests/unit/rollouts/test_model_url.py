@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -237,3 +238,11 @@ def test_no_bytes_of_a_server_raise_anything_but_an_engine_error(policies: list[
             answer = policy._read(said)
             assert isinstance(answer.text, str)
             assert answer.usage.prompt >= 0
+
+
+def test_an_endpoint_tells_whether_its_server_can_be_reached() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = Endpoint(url=f"http://127.0.0.1:{server.getsockname()[1]}/v1", model="m")
+        assert endpoint.unreachable() == ""
+    assert "refused" in endpoint.unreachable()
+    assert "range" in Endpoint(url="http://127.0.0.1:99999", model="m").unreachable()
