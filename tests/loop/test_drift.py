@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.played_run import PlayedRun
 
+from etude import cli as etude
 from etude.errors import ConfigError, RewardDrift
 from etude.records import Graded, Rollout
 from etude.records.reward import Score
@@ -67,6 +68,15 @@ def test_an_alarm_holds_the_run_before_the_step_and_resuming_begins_the_test_ane
     again = [one["step"] for one in events(run, "rewards.drift")]
     assert len(again) == 2
     assert again[1] > again[0] - 1
+
+
+def test_a_run_that_an_alarm_held_goes_on_with_weight_0(tmp_path: Path, game: Any) -> None:
+    run = PlayedRun.create(tmp_path / "r", game, *SETS, "rl.steps=2", *terms("hold", 0))
+    with pytest.raises(RewardDrift):
+        train(run)
+    assert etude.main(["rewards", "set", str(run.folder.path), "clear.weight=0"]) == 0
+    assert train(PlayedRun(run.folder, run.config)) == 2
+    assert [one["action"] for one in events(run, "rewards.drift")] == ["hold", "report"]
 
 
 def test_an_alarm_ends_training_and_the_weights_of_the_step_before_are_the_result(tmp_path: Path, game: Any) -> None:

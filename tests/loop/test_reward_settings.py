@@ -141,6 +141,15 @@ def test_a_term_that_is_added_while_a_run_runs_counts_from_its_step_on_with_one_
         assert list(values(run, step, "rank").values()) == [[0.0, 1.0, 2.0, 3.0]] * 2
     assert [one.equal for one in replay_step(run.folder, 5).steps] == [True] * 5
     assert "equal bit for bit: rewards, advantages and batches of 5 steps" in say(capsys, "recompute", run.folder.path)
+    refused = say(capsys, "recompute", run.folder.path, "--set", "rank.weight=1", code=2)
+    assert "step 1 cannot be recomputed with --set rank" in refused
+    first = next(
+        step for step in range(1, 6) if any(one != [None] * len(one) for one in values(run, step, "rank").values())
+    )
+    assert f"the first step with values is {first}, the last one 5" in refused
+    assert f"--step {first}" in refused
+    say(capsys, "recompute", run.folder.path, "--set", "rank.weight=1", "--step", first)
+    assert "is not a finite number" in say(capsys, "recompute", run.folder.path, "--set", "rank.weight=nan", code=2)
     listed = say(capsys, "list", run.folder.path)
     row = next(line for line in listed.splitlines() if "rank" in line)
     assert "0.5" in row

@@ -25,7 +25,7 @@ from etude.experience.groups import in_first_stage
 from etude.experience.packing import exceeds_lag
 from etude.experience.recomputing import RecomputedStep, recompute, recorded_composition
 from etude.experience.trace_reader import RecordedRollout, read_outcomes, read_step
-from etude.experience.traces import recorded_steps, trace_path
+from etude.experience.traces import TraceFolder, recorded_steps, trace_path
 from etude.loop.config import RunConfig, read_config
 from etude.loop.hint_format import hint_format
 from etude.loop.locations import traces_folder
@@ -152,11 +152,17 @@ def _set_terms(run: RunFolder, args: argparse.Namespace) -> int:
         gate = f", when {term.when}" if term.when else ""
         hints = f", hints {term.hints:g}" if term.hints else ""
         print(f"  {term.name} ({term.kind}): weight {term.weight:g}{gate}{hints}, missing {term.missing}")
+    for name in dict.fromkeys(args.remove):
+        print(f"  {name}: removed")
+    for audit in before.audits:
+        if audit not in rewards.audits:
+            print(f"  audit {audit.name}: removed, since it names a removed term")
     return 0
 
 
 def changed_rewards(rewards: RewardsConfig, changes: Sequence[str], removed: Sequence[str] = ()) -> RewardsConfig:
-    """Return reward settings with changes such as "brief.weight=0.5" applied, and without the terms in `removed`.
+    """Return reward settings with changes such as "brief.weight=0.5" applied, and without the terms in `removed` and
+    the audits that name them.
 
     A change with a new name and a `kind` adds a term. Raises `InputError` for an unknown term without a `kind`, and
     `ConfigError` for an invalid value, or if another setting names a removed term."""
@@ -169,10 +175,11 @@ def changed_rewards(rewards: RewardsConfig, changes: Sequence[str], removed: Seq
             hint = f"{_terms_like(name, plain)}; a new term needs its class: {name}.kind=my_package.module:Name"
             raise InputError(f"there is no reward term {name!r}", hint=hint)
         plain[name] = {"name": name, **new}
-    for name in removed:
+    for name in dict.fromkeys(removed):
         if plain.pop(name, None) is None:
             raise InputError(f"there is no reward term {name!r} to remove", hint=_terms_like(name, plain))
-    return build(RewardsConfig, to_plain(rewards) | {"terms": list(plain.values())}, "rewards")
+    audits = [to_plain(one) for one in rewards.audits if not {one.term, one.by} & set(removed)]
+    return build(RewardsConfig, {"terms": list(plain.values()), "audits": audits}, "rewards")
 
 
 def _terms_like(name: str, terms: Collection[str]) -> str:
@@ -196,6 +203,7 @@ def recompute_run(args: argparse.Namespace) -> int:
     config, folder = read_config(run), traces_folder(run)
     settings, experience = RewardSettings(run, config), config.experience
     changes = overridden(args.set)
+    _check_numbers(changes)
     full = experience.signal_groups if experience.little_signal is LittleSignal.SCALE else 0
     done = list[RecomputedStep]()
     steps = recorded_steps(folder) if args.step is None else [args.step]
@@ -216,7 +224,9 @@ def recompute_run(args: argparse.Namespace) -> int:
             if isinstance(tree.rollout.outcome, Graded)
             for term in tree.rollout.outcome.terms
         }
-        how, scheme = _changed(composition, config, changes, known)
+        for name in [name for name, value in changes.items() if isinstance(value, Mapping) and name not in known]:
+            _report_steps_of(name, folder, step)
+        how, scheme = _changed(composition, config, changes, known, step)
         hints = hint_format(run, config) if how.hints else None
         done.append(recompute(recorded, how, scheme, max_lag=experience.max_lag, full_groups=full, hint_format=hints))
     if of_production:
@@ -236,14 +246,43 @@ def _scheme(config: RunConfig) -> CreditScheme:
     return found
 
 
+def _check_numbers(changes: Mapping[str, Any]) -> None:
+    """Raise `InputError` for a weight that is not a finite number."""
+    for name, value in changes.items():
+        for key in ("weight", "hints"):
+            if isinstance(value, Mapping) and key in value:
+                _number(name, key, value[key])
+
+
+def _report_steps_of(name: str, folder: TraceFolder, step: int) -> None:
+    """Raise `InputError` if other recorded steps have the term `name`, which `step` does not have."""
+    found = [
+        one
+        for one in recorded_steps(folder)
+        if any(
+            name in rollout.outcome.values
+            for rollout in read_outcomes(trace_path(folder, one))[1]
+            if isinstance(rollout.outcome, Graded) and not rollout.group_id.startswith(SOURCE)
+        )
+    ]
+    if found:
+        raise InputError(
+            f"step {step} cannot be recomputed with --set {name}",
+            f"it has no values of term {name!r}: the first step with values is {found[0]}, the last one {found[-1]}",
+            hint=f"recompute a step with values: --step {found[0]}",
+        )
+
+
 def _changed(
-    composition: Composition, config: RunConfig, changes: Mapping[str, Any], known: set[str]
+    composition: Composition, config: RunConfig, changes: Mapping[str, Any], known: set[str], step: int
 ) -> tuple[Composition, CreditScheme]:
     """Return how a step is composed and credited with changes such as {"brief": {"weight": 0.5}, "kl": 0.1}."""
     scheme, plain = _scheme(config), dict[str, Any]()
     weights, when, hints = dict(composition.weights), dict(composition.when), dict(composition.hints)
     for name, value in changes.items():
-        if name == "credit" and value in list(Credit):
+        if name == "credit":
+            if value not in list(Credit):
+                raise InputError(f"--set credit: there is no credit scheme {value!r}", hint=nearest(str(value), Credit))
             scheme = SCHEMES[Credit(value)]
         elif name == "kl":
             plain[name] = _penalty(value, known)
@@ -258,10 +297,11 @@ def _changed(
                 hints[name] = _number(name, "hints", value["hints"])
         else:
             others = [*sorted(known - {GRADE}), "kl", "require_submit", "quarantine", "credit"]
-            hint = f"{nearest(name, others)}; write e.g. --set NAME.weight=0.5, --set NAME.when=tests"
+            close = "" if name in others else f"{nearest(name, others)}; "
+            hint = f"{close}write e.g. --set NAME.weight=0.5, --set NAME.when=tests, --set quarantine=true"
             raise InputError(
                 f"--set {name}: {value!r} cannot be recomputed",
-                f"{name!r} is neither a term that the step has stored nor a setting that can be changed afterwards, "
+                f"{name!r} is neither a term that step {step} has stored nor a setting that can be changed afterwards, "
                 "or has no such value",
                 hint=hint,
             )

@@ -321,9 +321,9 @@ class Conductor:
                 groups = await self.ledger_thread(self.ledger.groups, taken)
                 if await self._quarantine_withdrawn(groups):
                     continue
-                audits = self.rewards.at(self.trained + 1).audits
-                await self.ledger_thread(self.drift.observe, audits, self.trained + 1, groups)
-                if self.drift.ended(audits):
+                rewards = self.rewards.at(self.trained + 1)
+                await self.ledger_thread(self.drift.observe, rewards, self.trained + 1, groups)
+                if self.drift.ended(rewards.audits):
                     break
                 try:
                     plan = await self._plan(groups)
@@ -332,7 +332,7 @@ class Conductor:
                 except LedgerError:
                     if not await self._quarantine_unreadable(groups):
                         raise
-            if self.drift.ended(audits):
+            if self.drift.ended(rewards.audits):
                 continue
             self._batched, self._taken, self._size = batch.step, self._taken + len(groups), 0
             self.scorer.taken(taken, batch.step)

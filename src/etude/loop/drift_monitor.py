@@ -1,11 +1,12 @@
 """Watches the reward terms of a run for drift before each step, and says whether the run goes on.
 
 The state of the tests is in the ledger, so a run that is resumed continues them. Resuming a run that an alarm held
-accepts it: that test begins anew. A run whose training an alarm ended does not train again."""
+accepts it: that test begins anew. It does so, too, when the term has another weight or version than before. An alarm of
+a term that is not trained on is only reported. A run whose training an alarm ended does not train again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ import msgspec
 from etude.errors import RewardDrift
 from etude.experience import Group, Ledger
 from etude.records import Graded
+from etude.rewards.config import RewardsConfig
 from etude.rewards.drift import ALPHA, AuditConfig, AuditState, AuditStep, OnDrift, observe
 from etude.telemetry import Telemetry
 
@@ -34,16 +36,25 @@ class DriftMonitor:
         raised = {name for name, state in self._states.items() if state.raised is not None}
         return any(one.on_drift is OnDrift.END and one.name in raised for one in audits)
 
-    def observe(self, audits: Sequence[AuditConfig], step: int, groups: Sequence[Group]) -> None:
+    def observe(self, rewards: RewardsConfig, step: int, groups: Sequence[Group]) -> None:
         """Update the statistical tests with the groups that `step` will train on, and store the states of the tests.
 
-        Raises `RewardDrift` when an audit that may stop the run raises an alarm. Call it in the ledger's thread."""
+        `rewards`: the settings of `step`. Raises `RewardDrift` when an audit that may stop the run raises an alarm
+        about a term that `step` is trained on. Call it in the ledger's thread."""
+        audits, trained_on = rewards.audits, rewards.trained_on(step)
+        terms = {one.name: one for one in rewards.terms}
         graded: Mapping[str, Sequence[Graded]] = {one.group_id: [outcome for _, outcome in one.valid] for one in groups}
         found: dict[str, AuditStep] = {}
         for one in audits:
             state = self._states.setdefault(one.name, AuditState())
-            if one.name in self._accepted and one.on_drift is not OnDrift.END:
-                self._states[one.name] = state = AuditState(step=state.step - 1)
+            term, trained = terms[one.term], one.term in trained_on
+            weight = term.weight if term.from_step <= step else 0.0
+            versions = _versions(one.term, graded.values())
+            accepted = one.name in self._accepted and one.on_drift is not OnDrift.END
+            ended = state.raised is not None and one.on_drift is OnDrift.END
+            if accepted or (not ended and _changed(state, weight, trained, versions)):
+                self._states[one.name] = state = AuditState(step=step - 1)
+            state.weight, state.trained, state.versions = weight, trained, versions or state.versions
             found[one.name] = observe(one, state, step, graded)
         self._accepted.clear()
         self.facts = {name: msgspec.to_builtins(one) for name, one in found.items()}
@@ -54,13 +65,28 @@ class DriftMonitor:
         held = list[RewardDrift]()
         for one in audits:
             if found[one.name].alarm:
+                holds = one.on_drift is OnDrift.HOLD and one.term in trained_on
+                action = OnDrift.REPORT if one.on_drift is OnDrift.HOLD and not holds else one.on_drift
                 self.telemetry.event(
-                    "rewards.drift", step=step, audit=one.name, action=str(one.on_drift), **self.facts[one.name]
+                    "rewards.drift", step=step, audit=one.name, action=str(action), **self.facts[one.name]
                 )
-                if one.on_drift is OnDrift.HOLD:
+                if holds:
                     held.append(_error(one, step, found[one.name]))
         if held:
             raise held[0]
+
+
+def _versions(term: str, groups: Iterable[Sequence[Graded]]) -> list[str]:
+    """The versions of the known values of a term."""
+    graded = (one for group in groups for one in group)
+    return sorted({own.version for one in graded for own in one.terms if own.name == term and own.value is not None})
+
+
+def _changed(state: AuditState, weight: float, trained: bool, versions: Sequence[str]) -> bool:
+    """Whether the term differs from what the test has observed so far."""
+    if state.weight is not None and (state.weight, state.trained) != (weight, trained):
+        return True
+    return bool(state.versions) and not set(versions) <= set(state.versions)
 
 
 def _error(audit: AuditConfig, step: int, found: AuditStep) -> RewardDrift:
@@ -71,5 +97,5 @@ def _error(audit: AuditConfig, step: int, found: AuditStep) -> RewardDrift:
         f"reward term {audit.term!r} drifts from {audit.by!r}",
         f"before step {step}, e-value {found.e_value:.3g} (alarm at {1 / ALPHA:g}): {means}{far}",
         hint=f"compare rollouts: etude rewards explain; then correct the rubric, or set {audit.term}.weight=0 with "
-        f"etude rewards set, and resume. Resuming accepts the alarm: the test starts again",
+        f"etude rewards set, and resume. The test then begins anew with the groups of step {step}",
     )

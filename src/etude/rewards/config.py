@@ -199,10 +199,18 @@ class RewardsConfig:
 
         They are the terms of `beside_grades` that count at version step `step`, and their gates."""
         known = {term.name: term.from_step for term in self.terms}
-        names = {name for name in self.beside_grades if known[name] <= step}
-        while gates := {self.gates[name] for name in names if name in self.gates} & known.keys() - names:
-            names |= gates
+        names = self._with_gates({name for name in self.beside_grades if known[name] <= step})
         return tuple(term for term in self.terms if term.name in names)
+
+    def trained_on(self, step: int) -> set[str]:
+        """Return the names of the terms that version step `step` is trained on: with a weight or hints, and gates."""
+        return self._with_gates({one.name for one in self.terms if (one.weight or one.hints) and one.from_step <= step})
+
+    def _with_gates(self, names: set[str]) -> set[str]:
+        known = {term.name for term in self.terms}
+        while gates := {self.gates[name] for name in names if name in self.gates} & known - names:
+            names |= gates
+        return names
 
     def _graded(self, term: TermConfig) -> bool:
         gate, gates = term.when, self.gates

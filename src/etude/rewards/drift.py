@@ -42,8 +42,9 @@ MAX_PAST = 20_000
 
 
 class OnDrift(enum.StrEnum):
-    """What a run does at an alarm. REPORT: only reports it. HOLD: stops before the step; when the run is resumed, the
-    test starts again. END: ends training with the weights of the step before, and evaluates them."""
+    """What a run does at an alarm. REPORT: only reports it. HOLD: stops before the step if it is trained on the term;
+    when the run is resumed, the test starts again. END: ends training with the weights of the step
+    before, and evaluates them."""
 
     REPORT = "report"
     HOLD = "hold"
@@ -88,7 +89,9 @@ class AuditState(msgspec.Struct, kw_only=True):
     `distance`, `rise`, `fall`: the capital of each bet of the test (`etude.rewards.drift`). `past_term`, `past_grade`:
     the group means of earlier steps, with which new ones are compared.
 
-    `step`: the last observed step. `raised`: the step of the alarm; None: no alarm."""
+    `step`: the last observed step. `raised`: the step of the alarm; None: no alarm. `weight`, `trained`, `versions`:
+    the weight of the term in that step, whether that step was trained on it, and the versions of its values; None and
+    empty before the first step."""
 
     step: int = 0
     num_groups: int = 0
@@ -98,6 +101,9 @@ class AuditState(msgspec.Struct, kw_only=True):
     past_term: list[float] = []  # sorted
     past_grade: list[float] = []
     raised: int | None = None
+    weight: float | None = None
+    trained: bool = False
+    versions: list[str] = []
 
 
 class AuditStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +157,8 @@ def _pair(config: AuditConfig, graded: Graded) -> tuple[float, float] | None:
         raise PluginError(
             f"the audit {config.name!r} needs values from 0 to 1",
             f"a rollout has {config.term} {term:g} and {config.by} {by:g}",
-            hint="change the term to give values from 0 to 1, or remove the audit, and resume",
+            hint="change the term to give values from 0 to 1, or remove the auditor and with it the audit "
+            f"(etude rewards set RUN --remove {config.by}), and resume",
         )
     return term, by
 

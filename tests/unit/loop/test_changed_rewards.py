@@ -143,7 +143,8 @@ def test_a_term_is_removed_from_a_run(
 
     code, said = say("--remove", "brif")
     assert (code, "did you mean 'brief'?" in said) == (2, True)
-    assert say("--remove", "brief", "--from-step", "3")[0] == 0
+    code, said = say("--remove", "brief", "--from-step", "3")
+    assert (code, said) == (0, "from step 3 on:\n  brief: removed\n")
     settings = RewardSettings(run, read_config(run))
     assert [[one.name for one in settings.measured(step)] for step in (2, 3)] == [["brief"], []]
     assert [dict(settings.composition(step).weights) for step in (2, 3)] == [{"brief": 0.5}, {}]
@@ -151,6 +152,35 @@ def test_a_term_is_removed_from_a_run(
     assert "removed from 3 on" in " ".join(capsys.readouterr().out.split())
     code, said = say("--remove", "brief", "--from-step", "3")
     assert (code, "no terms but those of the graders" in said) == (2, True)
+
+
+@pytest.mark.parametrize(("removed", "left"), [(["auditor"], ["clear"]), (["auditor", "clear"], [])])
+def test_a_term_is_removed_with_the_audits_that_name_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], removed: list[str], left: list[str]
+) -> None:
+    kind = "examples.plugins.rewards:FewTurns"
+    rewards = {
+        "terms": [{"name": "clear", "kind": kind}, {"name": "auditor", "kind": kind, "weight": 0.0}],
+        "audits": [{"term": "clear", "by": "auditor", "tolerance": 0.1}, {"term": "clear", "by": "grade"}],
+    }
+    config = build(RunConfig, {"rewards": rewards})
+    run = RunFolder.create(tmp_path / "r", config_toml=to_toml(config), seed=0, given={})
+    assert etude.main(["rewards", "set", str(run.path), *(f"--remove={name}" for name in removed)]) == 0
+    said = capsys.readouterr().out
+    assert all(f"  {name}: removed\n" in said for name in removed)
+    assert "audit clear by auditor: removed, since it names a removed term" in said
+    now = RewardSettings(run, config).at(1)
+    assert [one.name for one in now.terms] == left
+    assert [one.name for one in now.audits] == ["clear by grade"] * len(left)
+    assert ("audit clear by grade: removed" in said) is not bool(left)
+
+
+def test_a_credit_scheme_that_does_not_exist_is_named_with_the_nearest(run: RunFolder) -> None:
+    commands = importlib.import_module("etude.cli.rewards")
+    for value, hint in (("rlo", "did you mean 'rloo'?"), ("zzz", "known: all-pairs, best-worst, dr-grpo")):
+        with pytest.raises(InputError, match=f"there is no credit scheme '{value}'") as caught:
+            commands._changed(Composition(), read_config(run), {"credit": value}, set(), 1)
+        assert hint in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
@@ -171,16 +201,18 @@ def test_settings_with_which_no_step_can_be_recomputed_are_refused(
 ) -> None:
     commands, config = importlib.import_module("etude.cli.rewards"), read_config(run)
     with pytest.raises(InputError, match=what) as caught:
-        commands._changed(Composition(), config, changes, {"brief", "grade", "tests"})
+        commands._changed(Composition(), config, changes, {"brief", "grade", "tests"}, 1)
     assert caught.value.hint
-    how, _ = commands._changed(Composition(), config, {"kl": 0.5, "brief": {"when": "tests"}}, {"brief", "k1", "tests"})
+    how, _ = commands._changed(
+        Composition(), config, {"kl": 0.5, "brief": {"when": "tests"}}, {"brief", "k1", "tests"}, 1
+    )
     assert (how.kl, how.when) == (0.5, {"brief": "tests"})
 
 
 def test_a_weight_that_is_no_number_is_not_recomputed(run: RunFolder) -> None:
     commands = importlib.import_module("etude.cli.rewards")
     with pytest.raises(InputError, match=r"--set brief\.weight = 'much' is not a finite number"):
-        commands._changed(Composition(), read_config(run), {"brief": {"weight": "much"}}, {"brief"})
+        commands._changed(Composition(), read_config(run), {"brief": {"weight": "much"}}, {"brief"}, 1)
 
 
 def test_a_damaged_record_of_changes_is_named(run: RunFolder) -> None:
