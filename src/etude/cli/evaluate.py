@@ -41,7 +41,6 @@ from etude.evals.rows import read_rows
 from etude.evals.suites import Suite, read_suite, values_of
 from etude.evals.training_seeds import over_training_seeds
 from etude.prices import read_prices
-from etude.rewards.config import TERMS
 from etude.rollouts.model_url import PATIENCE_S, Endpoint
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
 def _print_unknown_judges(suite: Suite, records: Sequence[EvalRecord]) -> None:
     """Print a remark for each judge's term with unknown values: `judge_dollars` may pass its gate for that reason."""
-    judges = {term.name for term in suite.rewards.terms if term.kind.path in ("judge", TERMS["judge"])}
+    judges = {term.name for term in suite.rewards.terms if term.is_judge}
     for record in records:
         for name, mean in record.result.terms.items():
             if name in judges and mean.num_unknown:

@@ -26,7 +26,7 @@ from etude.plugins import Kind, check_all, found, import_path
 from etude.records import Graded
 from etude.records.summary import BatchPlan
 from etude.rewards import Composition
-from etude.rewards.config import TERMS, RewardsConfig, TermConfig
+from etude.rewards.config import RewardsConfig, TermConfig
 from etude.rewards.effort import Tuned, next_weight
 from etude.rewards.judges.terms import Mode
 from etude.run import HINT_COPY, RunFolder, take_lock, write_durably
@@ -232,7 +232,7 @@ def check_stages(config: RunConfig) -> None:
     deciding = config.rewards.deciding(config.rl.steps) if config.experience.min_group_size else ()
     for term in deciding:
         path, mode = import_path(Kind.REWARD, term.kind.path), term.kind.settings.get("mode", Mode.POINTWISE)
-        if hasattr(found(path), "score_group") or (path == TERMS["judge"] and mode != Mode.POINTWISE):
+        if hasattr(found(path), "score_group") or (term.is_judge and mode != Mode.POINTWISE):
             raise ConfigError(
                 f"the reward term {term.name!r} cannot be used with experience.min_group_size",
                 "it compares all siblings, but the rewards of the first ones decide whether the others run",

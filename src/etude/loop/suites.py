@@ -151,18 +151,16 @@ def refuse_trained(suite: Suite, tasks: Sequence[Task], run: RunFolder, log: Cal
 
     Returns the number of training tasks that were not compared. Raises `SuiteRefused` with the number of tasks that a
     run was trained on, and one of them."""
-    num_left, passed = _refuse_trained(suite, tasks, run), {run.path.resolve()}
+    num_left, passed, start = _refuse_trained(suite, tasks, run), {run.path.resolve()}, read_config(run).start
     try:
-        while (start := read_config(run).start) is not None and (before := run_of(start)) is not None:
-            if before.path.resolve() in passed:
-                break
-            run = before
-            passed.add(run.path.resolve())
-            num_left += _refuse_trained(suite, tasks, run)
+        while start is not None and (before := run_of(start)) is not None and before.path.resolve() not in passed:
+            passed.add(before.path.resolve())
+            num_left += _refuse_trained(suite, tasks, before)
+            start = read_config(before).start
     except SuiteRefused:
         raise
     except EtudeError as error:
-        log(f"the tasks of {run.path}, from which training went on, are not compared with those of the suite: {error}")
+        log(f"the tasks of the run of {start}, from which training went on, are not compared with the suite's: {error}")
     return num_left
 
 

@@ -92,6 +92,11 @@ class TermConfig:
     retry_s: float = ranged(60.0, low=0.0, high=86_400.0)  # seconds in which an unknown value is measured again
     hints: float = ranged(0.0, low=0.0)  # weight of the credit of its hints for faulty turns; 0.0: none
 
+    @property
+    def is_judge(self) -> bool:
+        """Whether the term is the built-in judge, by its name or its import path."""
+        return _path(self.kind) == TERMS["judge"]
+
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ValueError(f"the name of term {self.name!r} is not valid: use letters, digits, '_' and '-'")
@@ -158,10 +163,10 @@ class RewardsConfig:
                 facts = "set its weight and its hints to 0.0"
                 raise ValueError(f"{one.by!r} audits {one.term!r} and must not be trained on: {facts}")
             for term in (terms[one.term], auditor):
-                if _path(term.kind) in TERMS.values() and _path(term.kind) != TERMS["judge"]:
+                if _path(term.kind) in TERMS.values() and not term.is_judge:
                     facts = f"the values of {term.name!r} are counts or costs"
                     raise ValueError(f"{facts}, and an audit with a tolerance needs values from 0 to 1: audit a judge")
-            if _path(auditor.kind) == _path(judge) == TERMS["judge"]:
+            if auditor.is_judge and terms[one.term].is_judge:
                 if _model(auditor.kind) == _model(judge):
                     raise ValueError(f"{one.by!r} is the same model as {one.term!r}, which it audits: use another one")
                 modes = [kind.settings.get("mode", "pointwise") for kind in (judge, auditor.kind)]

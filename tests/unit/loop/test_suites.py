@@ -82,7 +82,9 @@ def test_tasks_that_an_earlier_run_was_trained_on_are_refused(folder: Path, tmp_
     (tmp_path / "first" / "config.toml").write_text("[")
     notes = list[str]()
     refuse_trained(suite, tasks, run, notes.append)
-    assert "are not compared with those of the suite" in notes[0]
+    assert (
+        f"of the run of {tmp_path / 'first' / 'checkpoints' / 'mid'}, from which training went on, are not" in notes[0]
+    )
 
 
 def test_another_variant_of_a_trained_problem_is_refused(folder: Path, tmp_path: Path) -> None:
