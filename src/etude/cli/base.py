@@ -19,9 +19,19 @@ from etude.corpus.documents import Document, Dropped
 from etude.corpus.encoding import read_tokenizer
 from etude.corpus.sources import Folder
 from etude.errors import CheckpointError, ConfigError, Exit
-from etude.evals.bases import BaseResult, Candidate, Comparison, Question, compare_bases, look_ups, state_questions
+from etude.evals.bases import (
+    BaseResult,
+    Candidate,
+    Comparison,
+    Question,
+    compare_bases,
+    look_ups,
+    retrieval_questions,
+    state_questions,
+)
 from etude.evals.bases.comparison import plain
 from etude.evals.bases.measures import Scorer
+from etude.evals.bases.retrieval import RETRIEVED
 from etude.evals.intervals import Interval
 from etude.harness.template import stop_ids
 from etude.models.adapter_config import base_of
@@ -34,6 +44,9 @@ MINED = 2000
 """The most documents in which questions are looked for."""
 DOCUMENT_CHARS = 1 << 17
 """The most characters of a document that are measured."""
+DISTANCES = (1 / 8, 1 / 2, 2)
+"""Bytes per token of `--context` between a stated number and the question for it. Tokens of usual tokenizers have more
+than two bytes, so that the longest distance also fits."""
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -52,6 +65,8 @@ def compare(args: argparse.Namespace) -> int:
     documents, mined = _documents(Folder(args.text, tuple(args.files or ["*"])), args.documents, args.seed)
     questions = [*look_ups(mined, count=args.questions, seed=args.seed)]
     questions += state_questions(count=args.questions, seed=args.seed)
+    distances = [int(share * args.context) for share in DISTANCES]
+    questions += retrieval_questions(mined, distances=distances, count=args.questions, seed=args.seed)
     with ProgressBar("measurements", len(candidates) * (len(documents) + len(questions))) as bar:
         results, comparisons = compare_bases(candidates, documents, questions, on_done=bar.advance)
     facts = _facts(documents, questions, args)
@@ -60,6 +75,7 @@ def compare(args: argparse.Namespace) -> int:
     else:
         screen = console()
         screen.print(_table(results, costs, args.hardware))
+        screen.print(_retrieval(results))
         for one in comparisons:
             screen.print(_difference(results[0].name, one), markup=False, highlight=False)
         screen.print(facts, markup=False, highlight=False)
@@ -137,12 +153,12 @@ def _facts(documents: Sequence[Document], questions: Sequence[Question], args: a
     size = sum(len(one.text.encode("utf-8", "replace")) for one in documents)
     return (
         f"{len(documents):,} documents with {size / 1e6:.1f} MB, {len(questions):,} questions, contexts of "
-        f"{args.context:,} tokens; 95 % intervals over documents; chance is .25 for questions"
+        f"{args.context:,} tokens; 95 % intervals over documents; chance is .25 for questions with options"
     )
 
 
 def _table(results: Sequence[BaseResult], costs: dict[str, Serving], hardware: str | None) -> Table:
-    kinds = list(results[0].accuracy)
+    kinds = [kind for kind in results[0].accuracy if not kind.startswith(RETRIEVED)]
     table = Table("model", "bits per byte", *kinds, "bytes per token", *([f"on {hardware}"] if costs else []))
     for one in results:
         serving = []
@@ -150,6 +166,14 @@ def _table(results: Sequence[BaseResult], costs: dict[str, Serving], hardware: s
             serving = [f"{cost.devices} × {hardware}, ${cost.million_tokens_dollars:.2f} per million tokens"]
         accuracy = [_shown(one.accuracy[kind], 2) for kind in kinds]
         table.add_row(one.name, _shown(one.loss, 3), *accuracy, f"{one.bytes_per_token:.2f}", *serving)
+    return table
+
+
+def _retrieval(results: Sequence[BaseResult]) -> Table:
+    kinds = [kind for kind in results[0].accuracy if kind.startswith(RETRIEVED)]
+    table = Table("model", *kinds)
+    for one in results:
+        table.add_row(one.name, *[_shown(one.accuracy[kind], 2) for kind in kinds])
     return table
 
 

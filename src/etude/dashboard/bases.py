@@ -39,7 +39,15 @@ def bases_page(results: Sequence[BaseResult], facts: str) -> str:
     for kind in results[0].accuracy:
         found = {one.name: one.accuracy[kind] for one in results}
         title = kind[0].upper() + kind[1:]
-        panels.append(_panel(title, "Share of right answers; chance is .25.", found, colours, (0.0, 1.0)))
+        panels.append(
+            _panel(
+                title,
+                "Share of right answers; chance is .25 with four options, and 0 for a stated number.",
+                found,
+                colours,
+                (0.0, 1.0),
+            )
+        )
     return render("bases.html.jinja", names=list(colours), facts=facts, panels=panels)
 
 

@@ -54,6 +54,7 @@ def test_models_are_measured_on_the_same_text_and_compared_with_the_first(
         "value of a constant above",
         "module of a name",
         *(f"state after {n} assignments" for n in (2, 4, 8)),
+        *(f"number stated {n} bytes before" for n in (8, 32, 128)),
     }
     same, apart = found["differences"]
     assert same["bits_per_byte"] == [0.0, 0.0, 0.0]

@@ -1,9 +1,10 @@
 """Which base model to start from: compares checkpoints on a user's own text, before any training.
 
-Two measures, both from log-probabilities, so that models with different vocabularies compare:
+Three measures for which vocabularies may differ:
 
 - bits per byte of the user's documents, by position in the document;
-- questions with four options, mined from the documents (look-ups) and made (state tracking).
+- questions with four options, mined from the documents (look-ups) and made (state tracking);
+- retrieval by distance: numbers that were stated many bytes before they are asked for.
 
 `compare_bases` measures and compares. `etude.evals.bases.scorer` computes log-probabilities with torch; this package
 does not import it."""
@@ -11,6 +12,7 @@ does not import it."""
 from etude.evals.bases.comparison import BaseResult, Candidate, Comparison, compare_bases
 from etude.evals.bases.measures import LossMeasure, Scorer
 from etude.evals.bases.questions import Question, look_ups, state_questions
+from etude.evals.bases.retrieval import retrieval_questions
 
 __all__ = [
     "BaseResult",
@@ -21,5 +23,6 @@ __all__ = [
     "Scorer",
     "compare_bases",
     "look_ups",
+    "retrieval_questions",
     "state_questions",
 ]

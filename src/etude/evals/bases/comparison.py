@@ -8,7 +8,7 @@ from typing import Any
 
 from etude.corpus.documents import Document
 from etude.errors import InputError
-from etude.evals.bases.measures import POSITIONS, LossMeasure, Scorer, answer_of, document_loss
+from etude.evals.bases.measures import POSITIONS, LossMeasure, Scorer, document_loss, is_right
 from etude.evals.bases.questions import Question
 from etude.evals.intervals import Interval, clustered_rate, paired_difference, ratio
 from etude.harness.tokenizer import SafeTokenizer
@@ -34,7 +34,7 @@ class BaseResult:
     - `losses`: the loss of each document. `right`: whether each question was answered correctly.
     - `loss`: bits per byte over all documents. `by_position`: the same for ranges of positions within documents, by the
       first byte of the range; ranges that fewer than two documents reach are left out.
-    - `accuracy`: share of correct answers, by kind of question; guessing gives 0.25.
+    - `accuracy`: share of correct answers, by kind of question; guessing among four options gives 0.25.
     - `bytes_per_token`: mean bytes of text per token of its tokeniser on these documents."""
 
     name: str
@@ -88,7 +88,7 @@ def _measure(
         losses.append(document_loss(scorer, one.tokenizer, document.text, one.start_id))
         on_done()
     for question in questions:
-        right.append(answer_of(scorer, one.tokenizer, question, one.start_id) == question.answer)
+        right.append(is_right(scorer, one.tokenizer, question, one.start_id))
         on_done()
     bits, num_bytes = [x.bits.sum() for x in losses], [x.num_bytes.sum() for x in losses]
     by_position = {}

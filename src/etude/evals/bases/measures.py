@@ -14,6 +14,7 @@ from etude.evals.bases.questions import Question
 from etude.harness.tokenizer import SafeTokenizer
 
 F64 = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 
 POSITIONS = (0, 1 << 10, 1 << 12, 1 << 14, 1 << 16)
 """Starts of the ranges of positions, in bytes from the start of a document. The last one has no end."""
@@ -27,6 +28,12 @@ class Scorer(Protocol):
 
     def logprobs(self, ids: Sequence[int], first: int) -> F64:
         """Return the log-probability, in nats, of each of `ids[first:]` given all tokens before it.
+
+        `first` is at least 1."""
+        ...
+
+    def likeliest(self, ids: Sequence[int], first: int) -> Bools:
+        """Return for each of `ids[first:]` whether it is the most likely token after all tokens before it.
 
         `first` is at least 1."""
         ...
@@ -75,6 +82,18 @@ def rolling_logprobs(scorer: Scorer, ids: Sequence[int], start_id: int) -> F64:
     return np.concatenate(found) if found else np.zeros(0)
 
 
+def is_right(scorer: Scorer, tokenizer: SafeTokenizer, question: Question, start_id: int) -> bool:
+    """Return whether the model answers a question correctly: by `answer_of`, or, if there is one option, whether the
+    greedy continuation of the context begins with it.
+
+    A text that is longer than the model's context loses its start. `start_id`: the token before the text."""
+    if len(question.options) > 1:
+        return answer_of(scorer, tokenizer, question, start_id) == question.answer
+    texts = [(start_id, *tokenizer.encode(question.context + option)) for option in ("", *question.options)]
+    cut = max(0, len(texts[1]) - scorer.context_tokens)
+    return bool(scorer.likeliest(texts[1][cut:], max(1, _num_common(texts) - cut)).all())
+
+
 def answer_of(scorer: Scorer, tokenizer: SafeTokenizer, question: Question, start_id: int) -> int:
     """Return the index of the option that the model finds likeliest.
 
@@ -91,11 +110,15 @@ def _option_scores(
     scorer: Scorer, tokenizer: SafeTokenizer, context: str, options: Sequence[str], start_id: int
 ) -> F64:
     texts = [(start_id, *tokenizer.encode(context + option)) for option in options]
-    columns = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*texts, strict=False))
-    common = sum(1 for _ in columns)  # tokens that all options share
-    scores = []
+    common, scores = _num_common(texts), []
     for ids in texts:
         cut = max(0, len(ids) - scorer.context_tokens)
         first = max(1, common - cut)
         scores.append(float(scorer.logprobs(ids[cut:], first).sum()))
     return np.array(scores)
+
+
+def _num_common(texts: Sequence[Sequence[int]]) -> int:
+    """Return how many tokens at the start all texts share."""
+    columns = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*texts, strict=False))
+    return sum(1 for _ in columns)

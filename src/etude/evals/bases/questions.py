@@ -28,7 +28,8 @@ class Question:
     """A text and its possible continuations, of which one is right.
 
     - `kind`: questions of one kind are counted together.
-    - `context`: the text that each of the `options` continues.
+    - `context`: the text that each of the `options` continues. If there is only one option, the model must generate it
+      (greedily); otherwise it must be the likeliest of them.
     - `neutral`: a text without the information of `context`. The log-probability of an option after it is subtracted,
       because some options are likely anyway (pointwise mutual information, arXiv 2104.08315). "": nothing is
       subtracted.

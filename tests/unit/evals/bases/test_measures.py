@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from etude.corpus.documents import Document
 from etude.errors import InputError
 from etude.evals.bases import Candidate, Question, compare_bases
-from etude.evals.bases.measures import F64, POSITIONS, answer_of, document_loss, rolling_logprobs
+from etude.evals.bases.measures import F64, POSITIONS, Bools, answer_of, document_loss, is_right, rolling_logprobs
 from etude.evals.intervals import ratio
 from etude.harness.tokenizer import SafeTokenizer
 
@@ -35,6 +36,9 @@ class Uniform:
         assert 1 <= first < len(ids) <= self.context_tokens
         self.calls.append((tuple(ids), first))
         return np.full(len(ids) - first, -self.bits * math.log(2))
+
+    def likeliest(self, ids: Sequence[int], first: int) -> Bools:
+        return np.zeros(len(ids) - first, np.bool_)
 
 
 class Copying(Uniform):
@@ -80,6 +84,29 @@ def test_the_likeliest_option_after_the_context_is_the_answer_and_a_prior_does_n
     short = Copying(context_tokens=24)
     assert answer_of(short, tokenizer, asked, 0) in range(4), "a context that is too long loses its start"
     assert max(len(ids) for ids, _ in short.calls) == 24
+
+
+class Recalling(Uniform):
+    """After ``assert NAME == `` it generates what follows ``NAME = `` in its context."""
+
+    def likeliest(self, ids: Sequence[int], first: int) -> Bools:
+        assert 1 <= first < len(ids) <= self.context_tokens
+        text = byte_tokenizer().tokenizer.decode(ids[1:])
+        stated = dict(line.split(" = ") for line in text.splitlines()[:-1] if line.count(" = ") == 1)
+        begun, _, told = text.splitlines()[-1].removeprefix("assert ").partition(" == ")
+        right = stated.get(begun, "")
+        at = len(ids) - len(told)
+        return np.array([at <= i and right[i - at : i - at + 1] == told[i - at] for i in range(first, len(ids))])
+
+
+def test_a_stated_number_must_be_generated_in_full_from_the_context() -> None:
+    tokenizer = byte_tokenizer()
+    asked = Question("k", "other = 51278\nname = 51234\ntext\nassert name == ", ("51234",), 0, "o")
+    assert is_right(Recalling(), tokenizer, asked, 0)
+    assert not is_right(Recalling(), tokenizer, replace(asked, options=("51278",)), 0), "a part of it is not enough"
+    assert not is_right(Uniform(), tokenizer, asked, 0)
+    assert is_right(Recalling(context_tokens=50), tokenizer, asked, 0)
+    assert not is_right(Recalling(context_tokens=32), tokenizer, asked, 0), "the statement was cut off"
 
 
 class Prior(Uniform):

@@ -7,8 +7,9 @@ import ast
 import pytest
 
 from etude.corpus.documents import Document
-from etude.evals.bases import look_ups, state_questions
+from etude.evals.bases import look_ups, retrieval_questions, state_questions
 from etude.evals.bases.questions import CONTEXT_CHARS, IN_FILE, MODULE, OPTIONS, STEPS
+from etude.evals.bases.retrieval import STATED
 
 CODE = '"""Limits."""\n\nRETRIES = 5\nNAME = "shop"\nTIMEOUT_S = 30.0\nPORT = 8080\nDEBUG = True\n'
 
@@ -63,6 +64,42 @@ def test_a_name_is_asked_for_with_the_module_that_defines_it_and_no_other_option
     names = {one.context.split()[-1].rstrip(":"): one.options[one.answer].strip() for one in questions}
     assert names == {**{f"total_{i}": f"shop.part{i}" for i in range(6) if i != 1}, "only_here": "shop.part9"}
     assert all(name not in one.neutral for one in questions for name in names)
+
+
+TEXTS = [
+    Document("a", "é" * 90 + "\nlast\n\n", "a"),
+    Document("b", "one\ntwo\n" * 40),
+    Document("c", "short"),
+    Document("d", " "),
+]
+
+
+@pytest.mark.parametrize("distance", [1, 30, 256, 1000, 2048])
+def test_a_number_is_stated_once_and_asked_for_after_so_many_bytes_of_the_users_text(distance: int) -> None:
+    questions = retrieval_questions(TEXTS, distances=[distance], count=30)
+    assert len(questions) == 30
+    shown = "2 KiB" if distance == 2048 else f"{distance} bytes"
+    for one in questions:
+        assert one.kind == f"number stated {shown} before"
+        *lines, last = one.context.split("\n")
+        name = last.removeprefix("assert ").removesuffix(" == ")
+        stated = [line.split(" = ") for line in lines if " = " in line]
+        assert len(dict(stated)) == STATED
+        assert one.options == (dict(stated)[name],)
+        assert stated[1][0] == name, "one is stated before it"
+        assert len(one.options[0]) == 5
+        assert one.context.count(one.options[0]) == 1
+        between = one.context.split("\n", 2)[2].removesuffix(last)
+        others = sum(len(f"{a} = {b}\n") for a, b in stated[2:])
+        assert distance - 1 <= len(between.encode()) - others <= distance, "a character may be cut at its end"
+        for line in between.splitlines():
+            assert " = " in line or not line or any(line in text.text for text in TEXTS)
+    assert len({one.options for one in questions}) == 30
+    assert {one.origin for one in questions} == {"a", "b", "c"}
+
+
+def test_without_text_no_number_is_asked_for() -> None:
+    assert retrieval_questions([Document("a", " \n")], distances=[10], count=3) == []
 
 
 @pytest.mark.parametrize("seed", [0, 1])
