@@ -57,7 +57,7 @@ from etude.models import Transformer, load_model, save_model
 from etude.models.checkpoint import copy_assets
 from etude.tasks.corpus import code_documents
 from etude.training import train_tokenizer
-from etude.training.config import LossTokens, MidTrainingPhase
+from etude.training.config import LossTokens, MidTrainingPhase, OptimizerKind
 from etude.training.mid_training import Job, TextTraining, begin
 from etude.training.process_group import SINGLE_PROCESS
 
@@ -69,10 +69,10 @@ DISTANCES = (200, 450, 900, 1800)
 """Bytes between a statement and its question: about 90, 200, 400 and 800 tokens of this tokenizer."""
 BUCKETS = (128, 256, 512, LONG)
 """Ends of the ranges of distances in tokens."""
-TOKENS = {"short": 1_500_000, "long": 600_000, "chats": 150_000}
+TOKENS = {"short": 1_000_000, "long": 400_000, "chats": 100_000}
 MIXES = {
-    "short": {"code": 1, "library": 2, "numbers": 7},
-    "long": {"code": 1, "library": 3, "numbers": 2, "far": 6},
+    "short": {"code": 1, "library": 1, "numbers": 8},
+    "long": {"code": 1, "library": 2, "numbers": 2, "far": 5},
     "chats": {"chats": 1},
 }
 NEVER = 10**9
@@ -121,7 +121,7 @@ class Numbers:
                 found.append(statement(*known[-1]))
             else:
                 name, number = draw.choice(known)
-                found.append(asked(name) + number)
+                found.append(asked(name) + number if draw.random() < 0.5 else statement(name, number))
         return "\n".join([*found, *lines[done:]]) + "\n"
 
     def chat(self, draw: random.Random) -> dict[str, Any]:
@@ -174,8 +174,10 @@ def write_corpus(folder: Path, base: Path, made: Numbers, seed: int) -> Corpus:
 
     texts = {
         "code": ({"text": text} for text in _joined(code_documents(count=12_000, seed=seed), 4)),
-        "numbers": ({"text": made.text(draw, chars=500, stated=6, used=6)} for draw in draws("numbers", 5_000)),
-        "far": ({"text": made.text(draw, chars=2100, stated=10, used=12)} for draw in draws("far", 800)),
+        "numbers": (
+            {"text": made.text(draw, chars=400, stated=draw.randint(1, 4), used=12)} for draw in draws("numbers", 5_000)
+        ),
+        "far": ({"text": made.text(draw, chars=2100, stated=6, used=16)} for draw in draws("far", 800)),
         "chats": (made.chat(draw) for draw in draws("chats", 500)),
     }
     for name, rows in texts.items():
@@ -224,7 +226,7 @@ def short_texts(base: Path, seed: int) -> list[Document]:
     return [Document(str(i), text) for i, text in enumerate(found) if len(tokenizer.encode(text)) < SHORT]
 
 
-def measure(seed: int, questions: int) -> Row:
+def measure(seed: int, questions: int, optimizer: str) -> Row:
     """Train in three phases, and measure after each."""
     before = resource.getrusage(resource.RUSAGE_SELF)
     with tempfile.TemporaryDirectory() as name:
@@ -235,7 +237,7 @@ def measure(seed: int, questions: int) -> Row:
         lines = [line for path in library()[0] for line in path.read_text().splitlines() if len(line) < 200]
         made = Numbers(lines, {pair[0] for pair in told}, {pair[1] for pair in told})
         corpus = write_corpus(folder / "corpus", base, made, seed)
-        trained = train(folder, corpus, base, seed)
+        trained = train(folder, corpus, base, seed, optimizer)
         candidates = [candidate(name, path, base) for name, path in trained.items()]
         texts = short_texts(base, seed)
         results, apart = compare_bases(candidates, texts, found)
@@ -250,7 +252,7 @@ def measure(seed: int, questions: int) -> Row:
     }
 
 
-def train(folder: Path, corpus: Corpus, base: Path, seed: int) -> dict[str, Path]:
+def train(folder: Path, corpus: Corpus, base: Path, seed: int, optimizer: str) -> dict[str, Path]:
     """Train the three phases as `mid_train` does, and keep the checkpoint at the end of each, by name."""
     example = load(LAPTOP, RunConfig)
     model = replace(example.model, context_tokens=SHORT)
@@ -261,7 +263,7 @@ def train(folder: Path, corpus: Corpus, base: Path, seed: int) -> dict[str, Path
     ]
     config = replace(
         example.mid_training, corpus=corpus.folder, document_tokens=SHORT, eval_every=NEVER, checkpoint_every=NEVER,
-        phases=tuple(phases), heldout_documents=0,
+        phases=tuple(phases), heldout_documents=0, optimizer=OptimizerKind(optimizer),
     )  # fmt: skip
     job = Job(config, model, folder / "done", seed=seed, assets=base)
     begin(job)
@@ -319,14 +321,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--questions", type=int, default=100, help="for each distance")
+    parser.add_argument("--optimizer", choices=list(OptimizerKind), default=OptimizerKind.MUON)
     parser.add_argument("--fresh", action="store_true", help="measure again what was measured")
     args = parser.parse_args()
     torch.set_num_threads(1)
     journal, rows = Journal("long_context", fresh=args.fresh), []
     for seed in args.seeds:
-        key = {"seed": seed, "questions": args.questions}
+        key = {"seed": seed, "questions": args.questions, "optimizer": args.optimizer}
         rows.append({"seed": seed, **journal.once(key, partial(measure, **key))})
-    facts = {"short": SHORT, "factor": FACTOR, "mixes": MIXES, "tokens": TOKENS}
+    facts = {"optimizer": str(args.optimizer), "short": SHORT, "factor": FACTOR, "mixes": MIXES, "tokens": TOKENS}
     report("long_context", {**facts, "over_seeds": summary(rows), "rows": rows})
 
 

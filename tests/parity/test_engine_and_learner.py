@@ -4,6 +4,8 @@ the learner in one packed forward with the recorded routes. The ratio must be 1.
 from __future__ import annotations
 
 import asyncio
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,7 @@ from etude.numerics import ComputeDtype, Mode, Native, NumericsConfig, Operators
 from etude.numerics.exact.operators import Exact
 from etude.records import Batch, Completion, CompletionRequest, Sample, Sampling, Trace, Version
 from etude.records.rollout import Turn
-from etude.training import LearnerConfig, TorchLearner
+from etude.training import LearnerConfig, LiveWeights, TorchLearner
 
 SIZES = ModelConfig(context_tokens=256)
 VERSION = Version(step=0, incarnation="00000000", digest="ab" * 32)
@@ -133,3 +135,33 @@ def test_the_learners_probe_is_the_engines(checkpoint: Path) -> None:
     learner = TorchLearner(LearnerConfig())
     learner.load(checkpoint)
     assert asyncio.run(story()) == learner.probe(text)
+
+
+def test_with_a_context_extended_by_yarn_engine_and_learner_agree_up_to_its_last_token(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    small = replace(SIZES, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, expert_size=16)
+    extended = small.extended(4.0)
+    model = Transformer(extended, seed=7)
+    with torch.no_grad():
+        model.embedding.mul_(3)
+    save_model(model, tmp_path / "long", dtype="f32")
+    held = json.loads((tmp_path / "long" / "config.json").read_text())
+    assert held["max_position_embeddings"] == 1024
+    assert held["rope_parameters"]["rope_type"] == "yarn"
+    assert (held["rope_parameters"]["factor"], held["rope_parameters"]["original_max_position_embeddings"]) == (4, 256)
+    prompt = np.random.default_rng(0).integers(1, SIZES.vocab_size, 1000).astype(np.int32)
+
+    async def story() -> Completion:
+        loaded = load_model(tmp_path / "long")
+        assert loaded.config == extended
+        async with ReferenceEngine(loaded, version=VERSION, config=EngineConfig(context_tokens=1024)) as engine:
+            asked = Sampling(max_tokens=24, stop_token_ids=(), seed=3)
+            return await engine.generate(
+                CompletionRequest(request_id="r", session_id="r", prompt_ids=prompt, sampling=asked)
+            )
+
+    done = asyncio.run(story())
+    assert len(done.token_ids) == 24
+    learner = TorchLearner(LearnerConfig(weights=LiveWeights.F32))
+    learner.load(tmp_path / "long")
+    assert learner.probe([*prompt.tolist(), *done.token_ids.tolist()])[-24:] == done.logprobs.tolist()
