@@ -76,6 +76,8 @@ MIXES = {
     "chats": {"chats": 1},
 }
 NEVER = 10**9
+LRS = {"adamw": 3e-3, "muon": 6e-3}
+"""Learning rates of the first phase, as in examples/laptop and examples/long."""
 TEXT_OF = {"number": "What is the number of {}?", "answer": "{} is {}."}
 
 
@@ -264,6 +266,7 @@ def train(folder: Path, corpus: Corpus, base: Path, seed: int, optimizer: str) -
     config = replace(
         example.mid_training, corpus=corpus.folder, document_tokens=SHORT, eval_every=NEVER, checkpoint_every=NEVER,
         phases=tuple(phases), heldout_documents=0, optimizer=OptimizerKind(optimizer),
+        lr=LRS[optimizer], batch_tokens=LONG,
     )  # fmt: skip
     job = Job(config, model, folder / "done", seed=seed, assets=base)
     begin(job)
