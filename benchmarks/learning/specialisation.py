@@ -38,7 +38,7 @@ from etude.training import MidTrainingConfig, mid_train
 from etude.training.config import MidTrainingPhase
 
 PACKAGE = "rich"
-GENERAL, SPECIAL = 800_000, 300_000
+GENERAL, SPECIAL = 600_000, 200_000
 """Tokens of the general model, and of each continuation."""
 WAYS = {"package alone": {"package": 1}, "a third general": {"package": 2, "general": 1}}
 CHARS = 2_000
