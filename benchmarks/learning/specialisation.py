@@ -11,6 +11,7 @@ Some three CPU minutes a seed; seeds are kept as they end (`benchmarks.journal`)
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import shutil
 import tempfile
@@ -25,7 +26,7 @@ import torch
 
 from benchmarks.journal import Journal, Row
 from benchmarks.learning import seeds as over_seeds
-from benchmarks.learning.long_context import END, NEVER, candidate, library, rounded, write_tokenizer
+from benchmarks.learning.long_context import END, NEVER, candidate, library, rounded
 from benchmarks.report import report
 from benchmarks.runs import LAPTOP
 from etude.config import build, load
@@ -33,8 +34,11 @@ from etude.corpus import Corpus, CorpusConfig, build_corpus
 from etude.corpus.documents import Document
 from etude.evals.bases import compare_bases
 from etude.evals.bases.comparison import plain
+from etude.harness import chat_template
+from etude.harness.chat import SPECIAL_TOKENS
 from etude.loop.config import RunConfig
-from etude.training import MidTrainingConfig, mid_train
+from etude.tasks.corpus import code_documents
+from etude.training import MidTrainingConfig, mid_train, train_tokenizer
 from etude.training.config import MidTrainingPhase
 
 PACKAGE = "rich"
@@ -43,6 +47,14 @@ GENERAL, SPECIAL = 600_000, 200_000
 WAYS = {"package alone": {"package": 1}, "a third general": {"package": 2, "general": 1}}
 CHARS = 2_000
 """Characters of each held-out document: parts of files."""
+
+
+def write_tokenizer(folder: Path, seed: int) -> Path:
+    """Train a tokenizer as the example does, on texts of the kinds that are trained on."""
+    lines = [path.read_text() for path in library()[0][:30]]
+    texts = itertools.chain(code_documents(count=2000, seed=seed), lines)
+    train_tokenizer(texts, folder, vocab_size=768, special_tokens=SPECIAL_TOKENS, chat_template=chat_template())
+    return folder
 
 
 def package() -> tuple[list[Path], list[Path]]:

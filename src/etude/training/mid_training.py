@@ -270,7 +270,7 @@ class TextTraining:
     """One rank's state of mid-training. All calls are collective.
 
     `step`: the number of steps that are done. `batches`: the pieces of documents of each step. `phase`: the number of
-    the phase of the last step."""
+    the phase of the last step. `first_steps`: how many steps are before each phase."""
 
     def __init__(self, job: Job, group: ProcessGroup) -> None:
         """Open the documents, and load the last checkpoint or the starting one.
@@ -281,9 +281,9 @@ class TextTraining:
             self.identity, self.plans = job.identity, job.plans
             self.documents = open_documents(self.plans, model=job.model, heldout_documents=config.heldout_documents)
             self.batches: list[Spans] = []
-            self._first_steps: list[int] = []  # of each phase
+            self.first_steps: list[int] = []
             for number, (plan, documents) in enumerate(zip(self.plans, self.documents.train, strict=True)):
-                self._first_steps.append(len(self.batches))
+                self.first_steps.append(len(self.batches))
                 self.batches += plan_batches(
                     documents,
                     num_tokens=plan.settings.num_tokens,
@@ -335,7 +335,7 @@ class TextTraining:
             losses.append(self._share(documents, spans[pieces], num_targets=num_targets, num_inputs=num_inputs))
 
         self.core.accumulate(self._packed(spans), backward)
-        first, *ends = [*self._first_steps[self.phase :], len(self.batches)]
+        first, *ends = [*self.first_steps[self.phase :], len(self.batches)]
         lr = settings.lr * lr_multiplier(
             self.step - first,
             ends[0] - first,
@@ -374,7 +374,7 @@ class TextTraining:
 
     def _enter_phase(self) -> None:
         """Use the phase of this step, and its RoPE."""
-        self.phase = bisect.bisect_right(self._first_steps, self.step) - 1
+        self.phase = bisect.bisect_right(self.first_steps, self.step) - 1
         if self.core.model.config != self.plans[self.phase].model:
             self.core.model.extend_context(self.plans[self.phase].model)
 
