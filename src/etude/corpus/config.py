@@ -21,6 +21,7 @@ SOURCES: Mapping[str, str] = MappingProxyType(
         "git": "etude.corpus.git:Git",
         "jsonl": "etude.corpus.sources:Jsonl",
         "parquet": "etude.corpus.sources:Parquet",
+        "rollouts": "etude.corpus.rollouts:Rollouts",
     }
 )
 """The import paths of the built-in document sources, by name."""
