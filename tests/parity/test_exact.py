@@ -57,7 +57,7 @@ QWEN35 = dataclasses.replace(
 MINIMAX = dataclasses.replace(QWEN, family="minimax_m2", rotary_dim=8, routing=Routing(Scores.SIGMOID))
 MIXTRAL = dataclasses.replace(QWEN, family="mixtral")
 LLAMA = dataclasses.replace(
-    QWEN, family="llama", expert_size=None, num_experts=0, top_k=0, dense_size=36,
+    QWEN, family="llama", num_experts=0, top_k=0, dense_size=36,
     llama3=Llama3(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_tokens=128),
 )  # fmt: skip
 QWEN2 = dataclasses.replace(LLAMA, family="qwen2", llama3=None)
