@@ -166,8 +166,8 @@ def test_solved_rollouts_are_imitated_and_the_others_are_not(config: MidTraining
         each = F.cross_entropy(logits, tokens[1:], reduction="none")
         return float(each[torch.from_numpy(path.mask[1:])].mean().detach())
 
-    assert done.loss < 1.0
-    assert loss("a0") < 0.8 * loss("a1")
+    assert done.loss < 3.0  # of ln 300 = 5.7 before
+    assert loss("a0") + 0.1 < loss("a1")
 
 
 def test_two_ranks_train_what_one_trains(config: MidTrainingConfig, corpus: Corpus, tmp_path: Path) -> None:

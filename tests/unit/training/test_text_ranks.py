@@ -32,6 +32,7 @@ def trained(config: MidTrainingConfig, out: Path, tokenizer: Path, **settings: A
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", list(OptimizerKind))
 def test_two_ranks_train_the_bytes_of_one_process_on_what_is_said(tmp_path: Path, optimizer: OptimizerKind) -> None:
     """A phase on chats and texts, and then one with its loss on the answers: replicated, with FSDP2, and with experts
