@@ -13,6 +13,7 @@ import tokenize
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.tiers import first_few
 
 from etude.corpus import HeldOutIndex, HeldOutText
 from etude.corpus.contamination import embedded
@@ -88,7 +89,7 @@ def index() -> HeldOutIndex:
     return HeldOutIndex.build([HeldOutText.of("answer.py", ANSWER), HeldOutText.of("notes.md", PROSE)])
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", first_few(range(8), 2))
 def test_no_variant_of_a_held_out_answer_passes_and_no_clean_text_is_dropped(index, seed):
     rng = random.Random(seed)
     passed = []
