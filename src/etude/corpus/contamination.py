@@ -134,7 +134,7 @@ def embedded(text: str) -> str:
         bare = line.lstrip()
         if bare.startswith(_MARKS):
             marked.append(line)
-        elif bare[:1] in ("'", '"') and "\\n" in bare:
+        elif bare[:1] in ("'", '"') and (quoted or "\\n" in bare):  # the last one may have no line break
             quoted.append(line)
         else:
             take()

@@ -152,6 +152,10 @@ def test_prose_is_found_without_its_case_and_punctuation(index):
     words = re.findall(r"\w+", PROSE.upper())
     assert index.find("Minutes. " + "\n".join(words) + " End.") == "notes.md"
     assert index.find(" ".join(reversed(words))) is None
+
+
+def test_prose_is_found_with_every_tenth_word_changed(index):
+    words = re.findall(r"\w+", PROSE)
     for first in range(10):
         changed = ["other" if i % 10 == first else word for i, word in enumerate(words)]
         assert index.find(" ".join(changed)) == "notes.md"
