@@ -6,8 +6,10 @@ same contexts with the same seeds, and the head drafts each token but the first 
 trunk's output two tokens before, with the random number of the token. `acceptance` is the share of drafts that are the
 token, and `ratio` that after RL ÷ that before. `frozen`: the head from before RL on the trunk from after it.
 
-`python -m benchmarks.learning.acceptance [--seeds 0] [--steps 80] [--contexts 400] [--run FOLDER ...] [--set a.b=c]`
-About ten minutes a seed on two cores; `--run`: runs that have ended, in place of new ones.
+`python -m benchmarks.learning.acceptance [--seeds 0] [--steps 80] [--contexts 400] [--start CHECKPOINT] [--run FOLDER
+...] [--set a.b=c]`
+About ten minutes a seed on two cores. `--start`: a checkpoint with a head, in place of mid-training; `--run`: runs that
+have ended (with the same `--start`, if any), in place of new ones.
 """
 
 from __future__ import annotations
@@ -112,10 +114,10 @@ def acceptance(
     }
 
 
-def measured(run: Path, count: int) -> dict[str, Any]:
+def measured(run: Path, start: Path | None, count: int) -> dict[str, Any]:
     """What a run that has ended shows."""
-    asked = contexts(run, count)
-    before, after, frozen = (load_model(run / "checkpoints" / name) for name in ("mid", "final", "final"))
+    asked, final = contexts(run, count), run / "checkpoints" / "final"
+    before, after, frozen = (load_model(one) for one in (start or run / "checkpoints" / "mid", final, final))
     frozen.mtp.load_state_dict(before.mtp.state_dict())
     rows: dict[str, Any] = {}
     for model, names in ((before, {"before": before}), (after, {"fresh": after, "frozen": frozen})):
@@ -133,15 +135,25 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--contexts", type=int, default=400)
+    parser.add_argument("--start", type=Path, help="a checkpoint of the example's model with a head")
     parser.add_argument("--run", nargs="+", type=Path, default=[], help="runs that have ended")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    settings = ["model.mtp_heads=1", "engine.speculation=heads", f"rl.steps={args.steps}", *FEW_EVALS, *args.set]
+    begin = f"start={args.start.resolve()}" if args.start else "model.mtp_heads=1"
+    settings = ["engine.speculation=heads", f"rl.steps={args.steps}", *FEW_EVALS, *args.set]
     rows: list[dict[str, Any]] = []
-    for run in args.run or (start_run(LAPTOP, "acceptance", [*settings, f"seed={seed}"]) for seed in args.seeds):
-        rows.append({"seed": tomllib.loads((run / "config.toml").read_text())["seed"], **measured(run, args.contexts)})
-        report("acceptance", {"goal": GOAL, "steps": args.steps, "settings": settings, "rows": rows})
+    for run in args.run or (start_run(LAPTOP, "acceptance", [begin, *settings, f"seed={seed}"]) for seed in args.seeds):
+        rows.append(
+            {
+                "seed": tomllib.loads((run / "config.toml").read_text())["seed"],
+                **measured(run, args.start, args.contexts),
+            }
+        )
+        report(
+            "acceptance",
+            {"goal": GOAL, "steps": args.steps, "settings": settings, "own_start": bool(args.start), "rows": rows},
+        )
 
 
 if __name__ == "__main__":
