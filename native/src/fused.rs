@@ -1,9 +1,9 @@
-//! Several operators of a decoded token at once: the experts of a layer, and attention to the keys of slots.
+//! Several operators of a decoded token at once: the experts of a layer, attention to the keys of slots, norms.
 //!
 //! Between the products of few rows (`product`), a model of some million parameters spends most of its time in calls of
 //! operators on a few kilobytes. The experts have the bits of the operators one by one: the exponential is Sleef's
 //! `expf_u10`, with which torch computes silu, and a token's experts are added by fused multiply-adds. The caller measures
-//! whether they have. Attention has an order of its own.
+//! whether they have. Attention and norms have an order of their own.
 
 use crate::product::{LANES, MAX_BLOCK};
 
@@ -49,6 +49,17 @@ pub struct RawAttention {
     pub scale: f32,
 }
 
+/// RMSNorm of rows: x / √(mean x² + eps) · weight. `x`, `out`: [rows, width], contiguous; `weight`: [width], or null for 1.
+#[repr(C)]
+pub struct RawNorm {
+    pub x: *const f32,
+    pub weight: *const f32,
+    pub out: *mut f32,
+    pub rows: u64,
+    pub width: u64,
+    pub eps: f32,
+}
+
 fn fits(sizes: &[u64], blocks: &[u64]) -> bool {
     let whole = sizes.iter().chain(blocks).all(|&size| size > 0 && (size as usize).is_multiple_of(LANES));
     whole && blocks.iter().all(|&block| block as usize <= MAX_BLOCK)
@@ -92,9 +103,26 @@ pub unsafe fn attention(request: &RawAttention) -> bool {
     false
 }
 
+/// Compute the norms on this thread. Returns false, and writes nothing, where the machine has no AVX-512, or the width is
+/// no multiple of the vector's.
+///
+/// # Safety
+/// As `experts`.
+pub unsafe fn norm(request: &RawNorm) -> bool {
+    if !fits(&[request.width], &[]) {
+        return false;
+    }
+    #[cfg(target_arch = "x86_64")]
+    if is_able() {
+        unsafe { avx512::norm(request) };
+        return true;
+    }
+    false
+}
+
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
-    use super::{RawAttention, RawExperts};
+    use super::{RawAttention, RawExperts, RawNorm};
     use crate::product::avx512::{Group, Panel, Sizes, all_rows, one};
     use crate::product::{LANES, MAX_BLOCK};
     use std::arch::x86_64::*;
@@ -240,6 +268,28 @@ mod avx512 {
                         }
                     }
                 }
+            }
+        }
+    }
+
+    #[target_feature(enable = "avx512f")]
+    pub unsafe fn norm(r: &RawNorm) {
+        let width = r.width as usize;
+        for row in 0..r.rows as usize {
+            let (x, out) = (r.x.wrapping_add(row * width), r.out.wrapping_add(row * width));
+            let mut squares = _mm512_setzero_ps();
+            for at in (0..width).step_by(LANES) {
+                let part = unsafe { _mm512_loadu_ps(x.add(at)) };
+                squares = _mm512_fmadd_ps(part, part, squares);
+            }
+            let scale = _mm512_set1_ps(1.0 / (_mm512_reduce_add_ps(squares) / width as f32 + r.eps).sqrt());
+            for at in (0..width).step_by(LANES) {
+                let part = _mm512_mul_ps(unsafe { _mm512_loadu_ps(x.add(at)) }, scale);
+                let weighted = match r.weight.is_null() {
+                    true => part,
+                    false => _mm512_mul_ps(part, unsafe { _mm512_loadu_ps(r.weight.add(at)) }),
+                };
+                unsafe { _mm512_storeu_ps(out.add(at), weighted) };
             }
         }
     }

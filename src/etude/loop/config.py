@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from etude.trackers import BUILT_IN as TRACKERS
 from etude.training.config import LearnerConfig, LiveWeights, MidTrainingConfig, PolicyLossKind
 
 MAX_ENGINES = 64
+_SPECULATION = re.compile(r"--spec|-sc\b")  # servers accept abbreviations of their arguments
 
 
 @dataclass(frozen=True)
@@ -236,6 +238,13 @@ class RunConfig:
                     what,
                     f"{make} has no engine.speculation = {str(self.engine.speculation)!r}",
                     hint="set engine.speculation = 'off', or use reference engines only",
+                )
+            if drafts := next((word for word in foreign.arguments if _SPECULATION.match(word)), ""):
+                raise ConfigError(
+                    what,
+                    f"{kind}.arguments has {drafts!r}: with speculation of its own, vLLM's CPU build (0.32) returns "
+                    "log-probabilities that are not finite, and other builds and SGLang were not tested with it",
+                    hint=f"remove it from {kind}.arguments, or use reference engines with engine.speculation",
                 )
             if kind is EngineKind.SGLANG and self.learner.lora_rank:
                 raise ConfigError(

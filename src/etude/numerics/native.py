@@ -32,6 +32,13 @@ class Native(Operators):
                 return done
         return F.linear(x_NI, weight_OI.to(x_NI.dtype))
 
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        if few_rows.are_for(x, *(() if weight is None else (weight,))):
+            done = few_rows.rms_norm(x, weight, eps)
+            if done is not None:
+                return done
+        return super().rms_norm(x, weight, eps)
+
     def router_scores(self, x_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
         return self.linear(x_ND.float(), weight_ED.float())
 

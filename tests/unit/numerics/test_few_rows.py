@@ -112,6 +112,19 @@ def test_a_decoded_token_attends_to_the_first_keys_of_its_own_slot(width: int, v
     assert same_bits(few_rows.attention(q, keys, values, slots, counts, 0.3), found)
 
 
+@kernel
+@torch.inference_mode()
+def test_native_norms_are_right() -> None:
+    x, weight = random(7, 3, 48), random(48, seed=1)
+    expected = torch.nn.functional.rms_norm(x.double(), (48,), weight.double(), 1e-6)
+    assert few_rows.rms_norm(x, weight, 1e-6) is not None
+    torch.testing.assert_close(Native().rms_norm(x, weight, 1e-6).double(), expected, rtol=1e-6, atol=1e-6)
+    expected = torch.nn.functional.rms_norm(x.mT.double(), (3,), None, 0.5)
+    torch.testing.assert_close(Native().rms_norm(x.mT, None, 0.5).double(), expected, rtol=1e-6, atol=1e-6)
+    expected = torch.nn.functional.rms_norm(x[:, :, :32].double(), (32,), None, 0.5)
+    torch.testing.assert_close(Native().rms_norm(x[:, :, :32], None, 0.5).double(), expected, rtol=1e-6, atol=1e-6)
+
+
 @torch.no_grad()
 def test_what_the_kernels_of_layers_are_not_for_is_left_to_the_operators() -> None:
     x, scores, gate_up, down = experts(4, 64, 24)

@@ -1,4 +1,4 @@
-"""Rust kernels for few rows: matrix products with the bits of the vendor's GEMM, whole experts, decoding attention.
+"""Rust kernels for few rows: products with the bits of the vendor's GEMM, whole experts, decoding attention, norms.
 
 The vendor's GEMM turns all weights into another layout before it multiplies, which costs several times as much as a
 product of four rows. The kernel turns 32 outputs at a time in registers. It adds in the same order: chains of fused
@@ -6,7 +6,7 @@ multiply-adds over blocks of inputs. The caller measures which block gives the v
 kernel needs Linux and AVX-512. It uses one thread, and releases the GIL. There is no gradient.
 
 A small model spends most of a step in calls of operators on a few kilobytes. So there are kernels for all experts of a
-layer, and for attention of decoded tokens (`native/src/fused.rs`, `product.rs`).
+layer, for attention of decoded tokens, and for norms (`native/src/fused.rs`).
 
 Shapes: S rows sorted by group, E groups, I and O width in and out, N tokens, K experts per token, D width, F expert
 width, G key/value heads, R query heads a key/value head, C positions a slot, A key width, B value width."""
@@ -127,4 +127,23 @@ def attention(
     addresses = (q_NGRA.data_ptr(), keys_SGCA.data_ptr(), values_SGCB.data_ptr(), out.data_ptr())
     sizes = (n, heads, group, width, value_width, length, width**-0.5 if scale is None else scale)
     request = _Attention(*addresses, slots.ctypes.data, counts.ctypes.data, *sizes)
+    return None if kernel(ctypes.addressof(request)) else out
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("x", "weight", "out", "rows", "width")]
+    _fields_ += [("eps", ctypes.c_float)]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor | None:
+    """Return x / √(mean x² + eps) · weight over the last dimension, float32 like x. `weight`: None for 1.
+
+    None where the width is no multiple of `LANES`, or the kernel is missing."""
+    kernel, width = _kernel("etude_norm"), x.shape[-1]
+    if kernel is None or width % LANES:
+        return None
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    address = 0 if weight is None else weight.data_ptr()
+    request = _Norm(x.data_ptr(), address, out.data_ptr(), x.numel() // width, width, eps)
     return None if kernel(ctypes.addressof(request)) else out
