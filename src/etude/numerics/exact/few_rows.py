@@ -93,7 +93,8 @@ def experts(
     if not kernel(request):
         return out
     if experts_NK.min() < 0 or experts_NK.max() >= num_experts:
-        raise ValueError(f"experts are numbered from 0 to {num_experts - 1}, not {experts_NK.unique().tolist()}")
+        found = sorted({*experts_NK.flatten().tolist()})
+        raise ValueError(f"experts are numbered from 0 to {num_experts - 1}, not {found}")
     return None
 
 

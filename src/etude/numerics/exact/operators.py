@@ -114,8 +114,9 @@ class Exact(Operators):
         down_EDF: torch.Tensor,
     ) -> torch.Tensor | None:
         """Compute the experts of few tokens by a kernel, where it has the bits of the operators one by one."""
-        blocks = tuple(exact.block_for(x_ND, weight, [len(x_ND)]) for weight in (gate_up_E2FD, down_EDF))
-        if self.degree > 1 or not all(blocks) or not _fused_experts_agree(*down_EDF.shape[1:], *blocks):
+        first, second = (exact.block_for(x_ND, weight, [len(x_ND)]) for weight in (gate_up_E2FD, down_EDF))
+        blocks = (first, second)
+        if self.degree > 1 or not all(blocks) or not _fused_experts_agree(*down_EDF.shape[1:], blocks):
             return None
         return exact.few_rows.experts(x_ND, gates_NK, experts_NK, gate_up_E2FD, down_EDF, blocks)
 
@@ -200,7 +201,7 @@ class Exact(Operators):
 
 
 @functools.cache
-def _fused_experts_agree(width: int, inner: int, *blocks: int) -> bool:
+def _fused_experts_agree(width: int, inner: int, blocks: tuple[int, int]) -> bool:
     """Return whether `few_rows.experts` has the bits of the operators one by one, for experts with these widths."""
     operators, generator = Exact(), torch.Generator().manual_seed(0)
     sizes = ((16, width), (2, 2 * inner, width), (2, width, inner), (16, 2))
