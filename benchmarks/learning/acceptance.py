@@ -144,16 +144,10 @@ def main() -> None:
     settings = ["engine.speculation=heads", f"rl.steps={args.steps}", *FEW_EVALS, *args.set]
     rows: list[dict[str, Any]] = []
     for run in args.run or (start_run(LAPTOP, "acceptance", [begin, *settings, f"seed={seed}"]) for seed in args.seeds):
-        rows.append(
-            {
-                "seed": tomllib.loads((run / "config.toml").read_text())["seed"],
-                **measured(run, args.start, args.contexts),
-            }
-        )
-        report(
-            "acceptance",
-            {"goal": GOAL, "steps": args.steps, "settings": settings, "own_start": bool(args.start), "rows": rows},
-        )
+        seed = tomllib.loads((run / "config.toml").read_text())["seed"]
+        rows.append({"seed": seed, **measured(run, args.start, args.contexts)})
+        facts = {"goal": GOAL, "steps": args.steps, "settings": settings, "given_start": args.start is not None}
+        report("acceptance", {**facts, "rows": rows})
 
 
 if __name__ == "__main__":
