@@ -179,13 +179,13 @@ mod avx512 {
             }
         }
         for token in 0..tokens {
+            let (own, gates) = (&places[token * k..(token + 1) * k], r.gates.wrapping_add(token * k));
             for at in (0..width).step_by(LANES) {
                 let mut sum = _mm512_setzero_ps();
-                for choice in token * k..(token + 1) * k {
-                    let row = unsafe { _mm512_loadu_ps(all.add(places[choice] * width + at)) };
-                    let gate = _mm512_set1_ps(unsafe { *r.gates.add(choice) });
-                    let is_first = choice == token * k;
-                    sum = if is_first { _mm512_mul_ps(row, gate) } else { _mm512_fmadd_ps(row, gate, sum) };
+                for (choice, place) in own.iter().enumerate() {
+                    let row = unsafe { _mm512_loadu_ps(all.add(place * width + at)) };
+                    let gate = _mm512_set1_ps(unsafe { *gates.add(choice) });
+                    sum = if choice == 0 { _mm512_mul_ps(row, gate) } else { _mm512_fmadd_ps(row, gate, sum) };
                 }
                 unsafe { _mm512_storeu_ps(r.out.add(token * width + at), sum) };
             }
@@ -242,7 +242,8 @@ mod avx512 {
             for head in 0..heads {
                 let (own, kept) = ((token * heads + head) * group, (slot * heads + head) * length);
                 let (q, weight) = (r.q.wrapping_add(own * keys_width), r.keys.wrapping_add(kept * keys_width));
-                let (values, out) = (r.values.wrapping_add(kept * values_width), r.out.wrapping_add(own * values_width));
+                let (values, out) =
+                    (r.values.wrapping_add(kept * values_width), r.out.wrapping_add(own * values_width));
                 unsafe {
                     one(sizes, Group { x: q, weight, out: scores, rows: group }, &mut panel);
                     for (row, total) in totals.iter_mut().enumerate() {

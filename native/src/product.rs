@@ -49,7 +49,7 @@ pub unsafe fn products(product: &RawProduct) -> bool {
 }
 
 #[cfg(target_arch = "x86_64")]
-pub mod avx512 {
+pub(crate) mod avx512 {
     use super::{LANES, MAX_BLOCK, RawProduct};
     use std::arch::x86_64::*;
 
