@@ -19,10 +19,12 @@ import torch
 from msgspec.structs import replace as replaced
 from tests.parity.same_bits import VERSION, asked, learned, prompts, sharp
 from tests.parity.test_exact import DEEPSEEK, QWEN
+from tests.unit.inference.drafted import Known, NoCosts
 
 from etude.errors import EngineError, EtudeError, MalformedRequest, WeightsError
-from etude.inference.config import EngineConfig, Speculation
+from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
+from etude.inference.look_up import Drafter
 from etude.inference.rank_messages import RankJob
 from etude.inference.ranks import RankedTarget, Ranks, load_part
 from etude.inference.weight_sync import WeightSync
@@ -53,13 +55,19 @@ def saved(folder: Path, config: ModelConfig) -> Path:
 
 @contextlib.asynccontextmanager
 async def opened(
-    checkpoint: Path, config: EngineConfig = SIZES, numerics: NumericsConfig = EXACT
+    checkpoint: Path,
+    config: EngineConfig = SIZES,
+    numerics: NumericsConfig = EXACT,
+    drafter: Drafter | None = None,
 ) -> AsyncIterator[tuple[ReferenceEngine, Ranks]]:
     job = RankJob(checkpoint, None, numerics, config, threads=1)
     with Ranks(job, name="engine-0") as ranks:
         model = load_part(job, ranks.parallel)
         ranks.wait_until_loaded()
-        async with ReferenceEngine(model, version=VERSION, name="engine-0", config=config, ranks=ranks) as engine:
+        settings = {"name": "engine-0", "config": config, "ranks": ranks, "drafter": drafter}
+        async with ReferenceEngine(model, version=VERSION, **settings) as engine:
+            if engine._speculator is not None:
+                engine._speculator.costs = NoCosts()
             yield engine, ranks
 
 
@@ -73,11 +81,14 @@ async def alone(checkpoint: Path, operators: Operators, config: EngineConfig = S
 
 
 def requests_of(config: ModelConfig) -> list[CompletionRequest]:
-    """Siblings of one prompt, prompts of several lengths, and one that repeats itself, so that drafts are accepted."""
+    """Siblings of one prompt, and prompts of several lengths."""
     some = prompts(config, (40, 3, 17, 150))
-    echo = np.tile(some[1], 12)
-    given = [some[0], some[0], some[0], *some[1:], echo]
-    return [asked(n, prompt, tokens=NUM) for n, prompt in enumerate(given)]
+    return [asked(n, prompt, tokens=NUM) for n, prompt in enumerate([some[0], some[0], *some])]
+
+
+def urgent_of(config: ModelConfig) -> list[CompletionRequest]:
+    requests = [asked(90 + n, prompt, tokens=8) for n, prompt in enumerate(prompts(config, (60, 5)))]
+    return [replaced(one, traffic=Traffic.PRODUCTION) for one in requests]
 
 
 async def sampling(engine: ReferenceEngine, tokens: int) -> None:
@@ -91,8 +102,7 @@ async def conversation(engine: ReferenceEngine, config: ModelConfig) -> list[Com
     requests = requests_of(config)
     work = [asyncio.create_task(engine.generate(request)) for request in requests]
     await sampling(engine, 30)
-    urgent = [asked(90 + n, prompt, tokens=8) for n, prompt in enumerate(prompts(config, (60, 5)))]
-    done = await asyncio.gather(*(engine.generate(replaced(one, traffic=Traffic.PRODUCTION)) for one in urgent))
+    done = await asyncio.gather(*(engine.generate(one) for one in urgent_of(config)))
     done += await asyncio.gather(*work)
     longer = [[*request.prompt_ids, *one.token_ids, 1, 2, 3] for request, one in zip(requests, done[2:], strict=True)]
     more = [asked(50 + n, np.array(ids, np.int32), tokens=5) for n, ids in enumerate(longer)]
@@ -105,24 +115,26 @@ def bits(completions: Sequence[Completion]) -> list[tuple[str, list[int], list[f
 
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_say_what_one_says_with_forks_preemption_and_drafts(name: str, tmp_path: Path) -> None:
-    checkpoint, config = saved(tmp_path, MODELS[name]), replace(SIZES, speculation=Speculation.LOOK_UP)
+    checkpoint = saved(tmp_path, MODELS[name])
 
-    async def together() -> tuple[list[Completion], list[float], ReferenceEngine]:
-        async with opened(checkpoint, config) as (engine, _):
+    async def by_itself() -> tuple[list[Completion], list[float]]:
+        async with alone(checkpoint, Exact(degree=2)) as engine:
+            return await conversation(engine, MODELS[name]), (await engine.verify(range(1, 40)))[1]
+
+    async def together(drafter: Drafter) -> tuple[list[Completion], list[float], ReferenceEngine]:
+        async with opened(checkpoint, drafter=drafter) as (engine, _):
             done = await conversation(engine, MODELS[name])
             return done, (await engine.verify(range(1, 40)))[1], engine
 
-    async def by_itself() -> tuple[list[Completion], list[float]]:
-        async with alone(checkpoint, Exact(degree=2), config) as engine:
-            return await conversation(engine, MODELS[name]), (await engine.verify(range(1, 40)))[1]
-
-    done, scores, engine = asyncio.run(together())
     wanted, alone_scores = asyncio.run(by_itself())
+    requests = requests_of(MODELS[name])
+    prompts_of = [tuple(one.prompt_ids.tolist()) for one in (*urgent_of(MODELS[name]), *requests)]
+    known = {prompt: one.token_ids.tolist() for prompt, one in zip(prompts_of, wanted, strict=False)}
+    done, scores, engine = asyncio.run(together(Known(known, right=0.7)))
     assert bits(done) == bits(wanted)
     assert scores == alone_scores
     counters = engine.counters
     assert min(counters.rollouts_preempted, counters.cached_tokens, counters.accepted_tokens) > 0
-    requests = requests_of(MODELS[name])
     texts = [[*r.prompt_ids.tolist(), *one.token_ids.tolist()] for r, one in zip(requests, done[2:], strict=False)]
     trained = learned(load_model(checkpoint, operators=Exact(degree=2)), texts)
     for one, said in zip(done[2:], trained, strict=False):

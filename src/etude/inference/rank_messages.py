@@ -2,7 +2,8 @@
 
 Each rank has two connections to rank 0, streams over Unix sockets. Over the first come the forward passes, and the
 writes of new weights between them, in the order in which rank 0 makes them. Over the second, new weights are prepared
-and compared meanwhile. A message is its length in 8 bytes, then msgpack. A file descriptor may come with it."""
+and compared meanwhile; before that a rank says that it has started, and that it has loaded its part. A message is its
+length in 8 bytes, then msgpack. A file descriptor may come with it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -99,13 +100,14 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Link:
-    """One end of a connection. Waits at most `deadline_s` seconds for the other end; None: without limit.
+    """One end of a connection. Waits at most `deadline_s` seconds for the other end; None: without limit. A ``with``
+    block closes it at its end.
 
     All methods raise `EOFError` or `OSError` (`TimeoutError` among them) if the other end is gone or late."""
 
     def __init__(self, connection: socket.socket, deadline_s: float | None) -> None:
         self._socket = connection
-        self.set_deadline(deadline_s)
+        connection.settimeout(deadline_s)
 
     def send(self, message: object, *fds: int) -> None:
         """Send a message, and file descriptors with it."""
@@ -151,12 +153,10 @@ class Link:
             at += count
         return bytes(data)
 
-    def set_deadline(self, deadline_s: float | None) -> None:
-        """Set the longest wait for the other end, in seconds; None: no limit."""
-        self._socket.settimeout(deadline_s)
+    def __enter__(self) -> Self:
+        return self
 
-    def close(self) -> None:
-        """Close the connection."""
+    def __exit__(self, *_: object) -> None:
         self._socket.close()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import signal
 import socket
 import sys
 import threading
@@ -46,25 +47,27 @@ from etude.weights.follow.targets import Swap, Target
 
 def main(argv: Sequence[str]) -> int:
     """Compute for rank 0 until it ends. `argv`: the numbers of the two file descriptors."""
+    for ending in (signal.SIGINT, signal.SIGTERM):  # rank 0 handles these signals; this process ends with it
+        signal.signal(ending, signal.SIG_IGN)
     die_with_parent()
     steps, weights = (Link(socket.socket(fileno=int(fd)), None) for fd in argv)
     job: RankJob = pickle.loads(steps.receive_bytes()[0])
     torch.set_num_threads(job.threads)
     sys.setswitchinterval(SWITCH_S)
     try:
-        steps.send(replied())
+        weights.send(replied())
         part = Part(job)
-        steps.send(replied())
+        weights.send(replied())
     except EtudeError as error:
         with contextlib.suppress(OSError):
-            steps.send(replied(error))
+            weights.send(replied(error))
         return error.exit_code
     threading.Thread(target=_follow, args=(part.weights, weights), daemon=True).start()
     try:
         while True:
             part.make(steps)
     except (EOFError, ConnectionError):  # rank 0 has ended
-        return 0
+        os._exit(0)
     except EtudeError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(error.exit_code)  # the other thread may be in a write

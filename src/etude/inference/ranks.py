@@ -57,7 +57,7 @@ from etude.weights.follow.runtime_map import Map, named
 from etude.weights.follow.targets import Known, Probe, Swap, Target
 
 T = TypeVar("T")
-START_S = 600.0  # for a rank to load its part; on a busy host `import torch` alone takes minutes
+LOAD_S = 600.0  # for a rank to start, or to load or prepare weights; on a busy host `import torch` alone takes minutes
 END_S = 10.0
 LATE_S = 1.0  # a rank that ended closes its connections a little before its parent can see its exit code
 HINT = "restart the engine; the end of its log has the output of all ranks"
@@ -72,15 +72,16 @@ class Ranks:
 
     def __init__(self, job: RankJob, *, name: str = "engine") -> None:
         self.name, self._deadline_s = name, deadline_s(job.config)
-        self._folder, self._closed = ScratchDirectory("engine-ranks"), False
         self._processes: list[subprocess.Popen[bytes]] = []
         self._steps: list[Link] = []
         self._weights: list[Link] = []
-        job = dataclasses.replace(job, meeting=self._folder.path / "meeting")
+        self._opened = contextlib.ExitStack()
+        folder = self._opened.enter_context(ScratchDirectory("engine-ranks"))
+        job = dataclasses.replace(job, meeting=folder / "meeting")
         try:
             for rank in range(1, job.config.tensor_parallel):
                 self._start(dataclasses.replace(job, rank=rank))
-            self._replies(self._steps, START_S)  # they have started, and will meet
+            self._replies(self._weights)  # they have started, and will meet
             self.parallel = meet(job)
         except BaseException:
             self.close()
@@ -98,8 +99,9 @@ class Ranks:
             fds = [step_end.fileno(), weights_end.fileno()]
             argv = [sys.executable, "-m", "etude.inference.rank_process", *map(str, fds)]
             self._processes.append(subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=fds))
-        self._steps.append(Link(step, self._deadline_s))
-        self._weights.append(Link(weights, self._deadline_s))
+        self._opened.callback(_end, self._processes[-1])
+        self._steps.append(self._opened.enter_context(Link(step, self._deadline_s)))
+        self._weights.append(self._opened.enter_context(Link(weights, LOAD_S)))
         self._steps[-1].send_bytes(pickle.dumps(job))
 
     @property
@@ -109,19 +111,11 @@ class Ranks:
 
     def wait_until_loaded(self) -> None:
         """Wait until every rank has loaded its part of the model. Raises the error of the first that could not."""
-        self._replies(self._steps, START_S)
+        self._replies(self._weights)
 
     def close(self) -> None:
         """Kill the ranks. Further calls of `close` do nothing."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.wait(END_S)
-        for link in (*self._steps, *self._weights):
-            link.close()
-        if not self._closed:
-            self._folder.close()
-        self._closed, self._processes, self._steps, self._weights = True, [], [], []
+        self._opened.close()
 
     def check(self) -> None:
         """Raise `RankLost` if a rank has ended."""
@@ -178,14 +172,12 @@ class Ranks:
             with self._answers(rank):
                 link.send(call, *fds)
 
-    def _replies(self, links: list[Link], wait_s: float | None = None) -> list[Reply]:
+    def _replies(self, links: list[Link]) -> list[Reply]:
         """Receive a reply of each rank. Raises the first error, after all have replied."""
         replies = []
         for rank, link in enumerate(links, 1):
             with self._answers(rank):
-                link.set_deadline(wait_s or self._deadline_s)
                 replies.append(link.receive(Reply)[0])
-                link.set_deadline(self._deadline_s)
         for rank, reply in enumerate(replies, 1):
             if reply.error is not None:
                 what, facts, hint = reply.error
@@ -198,10 +190,12 @@ class Ranks:
             yield
         except (OSError, EOFError) as error:
             self._check_soon()
-            facts = (
-                f"it did not answer within {self._deadline_s:g} s" if isinstance(error, TimeoutError) else str(error)
-            )
-            raise RankLost(f"rank {rank} of {self.name} hangs", facts, hint=HINT) from None
+            raise RankLost(f"rank {rank} of {self.name} does not answer", repr(error), hint=HINT) from None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait(END_S)
 
 
 def deadline_s(config: EngineConfig) -> float:
@@ -228,7 +222,7 @@ def forward_pass(plan: Plan) -> Step:
 
 def meet(job: RankJob) -> Parallel:
     """Connect to the other ranks, which make the same call. Returns this rank's place among them."""
-    size, wait = job.config.tensor_parallel, timedelta(seconds=START_S)
+    size, wait = job.config.tensor_parallel, timedelta(seconds=LOAD_S)
     store = distributed.FileStore(str(job.meeting), size)
     if rank_device(job).type == "cuda":
         group: distributed.ProcessGroup = distributed.ProcessGroupNCCL(store, job.rank, size)

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ from etude.errors import ConfigError, WeightsError
 from etude.inference.config import EngineConfig, Speculation, check_ranks
 from etude.inference.rank_messages import Call, Link, Score, Step
 from etude.inference.ranks import part_target
-from etude.models import ModelConfig, hf_views
+from etude.inference.weight_sync import initial_version
+from etude.models import ModelConfig, hf_views, load_model, save_model
+from etude.models.checkpoint import rounded_weights
 from etude.models.tensor_parallel import shard_model, shard_tensor
 from etude.numerics.config import Mode, NumericsConfig, Quantise
 from etude.numerics.exact.operators import Exact
@@ -73,12 +76,24 @@ def test_a_tensor_that_ranks_cannot_divide_as_the_model_is_divided_is_refused() 
         part_target(model, tensors)
 
 
+def test_the_version_of_a_checkpoint_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    model = sharp(LATENTS, Exact())
+    for name, buffer in model.named_buffers():
+        if name.endswith("experts.bias"):
+            buffer.copy_(torch.linspace(-0.3, 0.3, buffer.numel()))
+    save_model(model, tmp_path / "model", dtype="f32")
+    one = load_model(tmp_path / "model", dtype=torch.bfloat16)
+    version = initial_version(hf_views(one).items())
+    assert initial_version(rounded_weights(tmp_path / "model", torch.bfloat16)) == version
+    assert initial_version(rounded_weights(tmp_path / "model", torch.float32)) != version
+
+
 def linked() -> tuple[Link, Link, socket.socket]:
     one, other = socket.socketpair()
     return Link(one, 5.0), Link(other, 5.0), one
 
 
-def test_long_messages_and_file_descriptors_arrive(tmp_path: Any) -> None:
+def test_long_messages_and_file_descriptors_arrive(tmp_path: Path) -> None:
     ours, theirs, _ = linked()
     step = Step([(1, 2, 3)], [0], [7], [(1, 0, 2)], [5, 6, 7])
     text = Score(list(range(200_000)))
@@ -100,11 +115,9 @@ def test_an_end_in_the_middle_and_a_length_that_no_message_has_are_an_end_of_the
         raw.shutdown(socket.SHUT_WR)
         with pytest.raises(EOFError):
             theirs.receive(Call)
-    ours, theirs, _ = linked()
-    theirs.set_deadline(0.05)
-    with pytest.raises(TimeoutError):
-        theirs.receive(Call)
-    ours.close()
+    one, other = socket.socketpair()
+    with one, Link(other, 0.05) as late, pytest.raises(TimeoutError):
+        late.receive(Call)
 
 
 @pytest.mark.parametrize(
