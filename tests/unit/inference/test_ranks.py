@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,19 +83,21 @@ def test_the_version_of_a_checkpoint_is_the_same_on_any_number_of_ranks(tmp_path
         if name.endswith("experts.bias"):
             buffer.copy_(torch.linspace(-0.3, 0.3, buffer.numel()))
     save_model(model, tmp_path / "model", dtype="f32")
-    one = load_model(tmp_path / "model", dtype=torch.bfloat16)
+    one = load_model(tmp_path / "model", weight_dtype=torch.bfloat16)
     version = initial_version(hf_views(one).items())
     assert initial_version(rounded_weights(tmp_path / "model", torch.bfloat16)) == version
     assert initial_version(rounded_weights(tmp_path / "model", torch.float32)) != version
 
 
-def linked() -> tuple[Link, Link, socket.socket]:
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
     one, other = socket.socketpair()
-    return Link(one, 5.0), Link(other, 5.0), one
+    with one, other:
+        yield one, other
 
 
-def test_long_messages_and_file_descriptors_arrive(tmp_path: Path) -> None:
-    ours, theirs, _ = linked()
+def test_long_messages_and_file_descriptors_arrive(ends: tuple[socket.socket, socket.socket], tmp_path: Path) -> None:
+    ours, theirs = (Link(end, 60.0) for end in ends)
     step = Step([(1, 2, 3)], [0], [7], [(1, 0, 2)], [5, 6, 7])
     text = Score(list(range(200_000)))
     (tmp_path / "file").write_text("weights")
@@ -102,22 +105,25 @@ def test_long_messages_and_file_descriptors_arrive(tmp_path: Path) -> None:
         sender = threading.Thread(target=lambda: (ours.send(step, file.fileno()), ours.send(text)))
         sender.start()
         (got, [fd]), (long, none) = theirs.receive(Call), theirs.receive(Call)
-        sender.join(5)
+        sender.join(60)
     assert (got, long, none) == (step, text, [])
     assert os.read(fd, 10) == b"weights"
     os.close(fd)
 
 
-def test_an_end_in_the_middle_and_a_length_that_no_message_has_are_an_end_of_the_other_rank() -> None:
-    for data in (b"", b"\1\0", (9).to_bytes(8, "little") + b"five", (1 << 60).to_bytes(8, "little")):
-        _, theirs, raw = linked()
-        raw.sendall(data)
-        raw.shutdown(socket.SHUT_WR)
-        with pytest.raises(EOFError):
-            theirs.receive(Call)
-    one, other = socket.socketpair()
-    with one, Link(other, 0.05) as late, pytest.raises(TimeoutError):
-        late.receive(Call)
+@pytest.mark.parametrize("data", [b"", b"\1\0", (9).to_bytes(8, "little") + b"five", (1 << 60).to_bytes(8, "little")])
+def test_an_end_in_the_middle_or_a_length_that_no_message_has_is_the_end_of_the_other_rank(
+    ends: tuple[socket.socket, socket.socket], data: bytes
+) -> None:
+    ends[0].sendall(data)
+    ends[0].shutdown(socket.SHUT_WR)
+    with pytest.raises(EOFError):
+        Link(ends[1], 60.0).receive(Call)
+
+
+def test_a_rank_that_says_nothing_is_late(ends: tuple[socket.socket, socket.socket]) -> None:
+    with pytest.raises(TimeoutError):
+        Link(ends[1], 0.05).receive(Call)
 
 
 @pytest.mark.parametrize(
