@@ -82,7 +82,7 @@ class Part:
         size = {"num_slots": job.config.max_sequences, "context_tokens": job.config.context_tokens}
         of = self.model.local, self.model.operators
         cpu = self.device.type == "cpu"
-        self.kv = KVCache(*of, **size) if cpu else DeviceMemory(*of, **size, device=self.device)
+        self.kv: KVCache | DeviceMemory = KVCache(*of, **size) if cpu else DeviceMemory(*of, **size, device=self.device)
         self.weights = Weights(self.model)
         self._no_rows = torch.zeros(0, dtype=torch.int64, device=self.device)  # rank 0 computes the logits
 

@@ -21,10 +21,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
-from torch import distributed
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import ProcessGroup
 
 from etude.errors import ConfigError, EtudeError, WeightsError
 from etude.inference.config import EngineConfig
@@ -198,6 +199,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait(END_S)
 
 
+def start_ranks(job: RankJob, name: str) -> contextlib.AbstractContextManager[Ranks | None]:
+    """Return the other ranks of an engine as a context manager; None if it has only one."""
+    return Ranks(job, name=name) if job.config.tensor_parallel > 1 else contextlib.nullcontext()
+
+
 def deadline_s(config: EngineConfig) -> float:
     """Return the deadline of each collective and call of the ranks, in seconds.
 
@@ -221,14 +227,17 @@ def forward_pass(plan: Plan) -> Step:
 
 
 def meet(job: RankJob) -> Parallel:
-    """Connect to the other ranks, which make the same call. Returns this rank's place among them."""
-    size, wait = job.config.tensor_parallel, timedelta(seconds=LOAD_S)
-    store = distributed.FileStore(str(job.meeting), size)
+    """Connect to the other ranks, which make the same call. Returns this rank's place among them.
+
+    The group is not torch's default one, of which a process has only one."""
+    size = job.config.tensor_parallel
+    store = c10d.FileStore(str(job.meeting), size)
     if rank_device(job).type == "cuda":
-        group: distributed.ProcessGroup = distributed.ProcessGroupNCCL(store, job.rank, size)
+        backend: c10d.Backend = c10d.ProcessGroupNCCL(store, job.rank, size)
     else:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine; its name may not resolve
-        group = distributed.ProcessGroupGloo(store, job.rank, size, wait)
+        backend = c10d.ProcessGroupGloo(store, job.rank, size, timedelta(seconds=LOAD_S))
+    group = cast(ProcessGroup, backend)  # it has the same collectives
     return Parallel(size, job.rank, group=group, deadline_s=deadline_s(job.config))
 
 

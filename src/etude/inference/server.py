@@ -33,7 +33,7 @@ from etude.inference.engine import ReferenceEngine
 from etude.inference.lifetime import die_with_parent
 from etude.inference.metrics import Load
 from etude.inference.rank_messages import RankJob
-from etude.inference.ranks import RankedTarget, Ranks, load_part
+from etude.inference.ranks import RankedTarget, Ranks, load_part, start_ranks
 from etude.inference.registry_client import Registration, fetch_requirements, make_registration, run_registration
 from etude.inference.registry_messages import NO_VERSION
 from etude.inference.serving import (
@@ -131,7 +131,7 @@ def _serve(
     telemetry: Telemetry | None,
 ) -> None:
     job = _job(args)
-    with Ranks(job, name=args.name) if job.config.tensor_parallel > 1 else contextlib.nullcontext() as ranks:
+    with start_ranks(job, args.name) as ranks:
         engine, weight_sync = _build(args, job, ranks, chain, telemetry)
         registration = make_registration(args, listener, token)
         lifespan = _make_lifespan(
