@@ -62,7 +62,9 @@ def test_a_rank_gets_its_part_of_a_version_and_of_changes_and_back_again(config:
         after[name] = Tensor("f32", tensors[name].shape, new)
     swap = target.prepare(update(2, after, changed=changed), after)
     swap.apply()
-    assert wrong({n: torch.from_numpy(t.codes.view(np.float32).reshape(t.shape)) for n, t in after.items()}) == []
+    assert (
+        wrong({n: torch.from_numpy(t.codes.view(np.float32).reshape(t.shape).copy()) for n, t in after.items()}) == []
+    )
     swap.undo()
     assert wrong(coming) == []
 
