@@ -233,7 +233,7 @@ def meet(job: RankJob) -> Parallel:
     size = job.config.tensor_parallel
     store = c10d.FileStore(str(job.meeting), size)
     if rank_device(job).type == "cuda":
-        backend: c10d.Backend = c10d.ProcessGroupNCCL(store, job.rank, size)
+        backend: c10d.Backend = c10d.ProcessGroupNCCL(store, job.rank, size, timedelta(seconds=LOAD_S))
     else:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine; its name may not resolve
         backend = c10d.ProcessGroupGloo(store, job.rank, size, timedelta(seconds=LOAD_S))
@@ -328,8 +328,13 @@ class RankedSwap(Swap):
             raise WeightsError(f"{self.version} was not adopted", f"{error.what}: {error.facts}", hint=hint) from error
 
     def undo(self) -> None:
-        """Write back the old weights on all ranks. Raises `WeightsError`, and `RankLost`."""
-        self.ranks.between_passes(Undo(), lambda: self.own.undo() if self.own.applied else None)
+        """Write back the old weights on all ranks that wrote the new ones. Raises `WeightsError`, and `RankLost`."""
+
+        def own() -> None:
+            if self.own.applied:
+                self.own.undo()
+
+        self.ranks.between_passes(Undo(), own)
         self.applied = False
 
     def commit(self) -> None:

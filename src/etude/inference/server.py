@@ -19,7 +19,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -163,19 +163,21 @@ def _build(
         ranks.wait_until_loaded()
     views, derived = live_weights(model, args.quantise)
     if args.checkpoint is not None:
-        whole = views.items() if ranks is None else rounded_weights(args.checkpoint, model.operators.storage_dtype)
+        whole: Iterable[tuple[str, torch.Tensor]] = views.items()
+        if ranks is not None:
+            whole = rounded_weights(args.checkpoint, model.operators.storage_dtype)
         version = Version(*args.version) if args.version else initial_version(whole)
     report_settings(telemetry, config, device=str(next(model.parameters()).device))
     tokenizer = args.checkpoint / "tokenizer.json" if args.checkpoint else None
     engine = ReferenceEngine(model, version=version, name=args.name, config=config, tokenizer=tokenizer, ranks=ranks)
     if chain is None:
         return engine, None
-    further = {"poll_s": 0.0, "telemetry": telemetry}
+    following = partial(WeightSync, engine, views, chain, poll_s=0.0, telemetry=telemetry)
     if ranks is not None:
-        return engine, WeightSync(engine, views, chain, ranked=partial(RankedTarget, model, ranks, chain), **further)
+        return engine, following(ranked=partial(RankedTarget, model, ranks, chain))
     base = None if args.checkpoint else partial(fetched_base, open_store(args.store, cache=args.cache), args.public_key)
     adapted = AdaptedWeights(model, args.quantise, base=base)
-    return engine, WeightSync(engine, views, chain, derived=derived, adapted=adapted, **further)
+    return engine, following(derived=derived, adapted=adapted)
 
 
 def live_weights(model: Transformer, quantise: Quantise) -> tuple[Mapping[str, torch.Tensor], list[Derived]]:
