@@ -79,10 +79,13 @@ class Part:
     def __init__(self, job: RankJob) -> None:
         self.model = load_part(job, meet(job)).eval()
         self.device = self.model.embedding.device
-        size = {"num_slots": job.config.max_sequences, "context_tokens": job.config.context_tokens}
-        of = self.model.local, self.model.operators
-        cpu = self.device.type == "cpu"
-        self.kv: KVCache | DeviceMemory = KVCache(*of, **size) if cpu else DeviceMemory(*of, **size, device=self.device)
+        sizes, operators = self.model.local, self.model.operators
+        room = {"num_slots": job.config.max_sequences, "context_tokens": job.config.context_tokens}
+        self.kv: KVCache | DeviceMemory = (
+            KVCache(sizes, operators, **room)
+            if self.device.type == "cpu"
+            else DeviceMemory(sizes, operators, **room, device=self.device)
+        )
         self.weights = Weights(self.model)
         self._no_rows = torch.zeros(0, dtype=torch.int64, device=self.device)  # rank 0 computes the logits
 

@@ -43,7 +43,7 @@ from etude.inference.rank_messages import (
     Undo,
     WeightsCall,
 )
-from etude.inference.scheduler import Plan
+from etude.inference.scheduler import Chunk, Draft, Plan
 from etude.models import Transformer, hf_views
 from etude.models.checkpoint import load_model
 from etude.numerics.config import Mode
@@ -213,7 +213,7 @@ def deadline_s(config: EngineConfig) -> float:
 
 def forward_pass(plan: Plan) -> Step:
     """Return a plan as what other ranks need of it."""
-    parts = [*plan.chunks, *plan.drafts]
+    parts: list[Chunk | Draft] = [*plan.chunks, *plan.drafts]
     token_ids = [s.token_ids[-1] for s in plan.decode]
     for part in parts:
         token_ids += map(int, part.token_ids)
@@ -233,7 +233,7 @@ def meet(job: RankJob) -> Parallel:
     size = job.config.tensor_parallel
     store = c10d.FileStore(str(job.meeting), size)
     if rank_device(job).type == "cuda":
-        backend: c10d.Backend = c10d.ProcessGroupNCCL(store, job.rank, size, timedelta(seconds=LOAD_S))
+        backend: c10d.Backend = c10d.ProcessGroupNCCL(store, job.rank, size, c10d.ProcessGroupNCCL.Options())
     else:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine; its name may not resolve
         backend = c10d.ProcessGroupGloo(store, job.rank, size, timedelta(seconds=LOAD_S))
