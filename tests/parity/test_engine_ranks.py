@@ -203,7 +203,6 @@ def test_every_rank_has_its_part_of_each_version_under_live_requests(name: str, 
                         assert (await engine.verify(range(1, 40)))[1] == loaded(MODELS[name], coming[0])
                     assert await asyncio.to_thread(adopted, following) == last
                     assert (await engine.verify(range(1, 40)))[1] == loaded(MODELS[name], tensors)
-                    assert following._target.differing(chain.tensors) == []
                 done = await asyncio.gather(*work)
                 assert any(len(one.spans) > 1 for one in done), "requests went on over a swap"
                 later = {n: Tensor("f32", t.shape, t.codes ^ (1 << 16)) for n, t in coming[-1].items()}

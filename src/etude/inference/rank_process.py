@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 
 import numpy as np
@@ -176,11 +177,16 @@ class Weights:
 
 
 def _follow(weights: Weights, link: Link) -> None:
-    """Answer the calls that come beside the forward passes."""
-    with contextlib.suppress(EOFError, ConnectionError):  # rank 0 has ended
+    """Answer the calls that come beside the forward passes. An unexpected error ends the process, as rank 0 sees."""
+    try:
         while True:
             call, fds = link.receive(WeightsCall)
             link.send(weights.answer(call, fds))
+    except (EOFError, ConnectionError):  # rank 0 has ended
+        return
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
 
 if __name__ == "__main__":
