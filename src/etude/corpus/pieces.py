@@ -38,8 +38,9 @@ from etude.corpus.near import NUM_HASHES, shingles_of, signature
 from etude.corpus.tokens import Tokens
 from etude.plugins import Kind, bounded, called, make, unusable
 
-WORK_FORMAT = 3
-"""The format of the files in `work`: a build does not continue with those of another one."""
+WORK_FORMAT = 4
+"""The format of the files in `work`, and the filters that they passed: a build does not continue with those of another
+one."""
 EXAMPLES = 5
 """Number of examples of each reason that are kept."""
 NEXT_S = 600.0

@@ -330,7 +330,7 @@ class ModelConfig:
             raise ConfigError(
                 f"a model of family {self.family} cannot run on {degree} tensor-parallel ranks",
                 why,
-                hint="set numerics.degree = 1; data and expert parallelism are possible",
+                hint="set numerics.degree = 1 and engine.tensor_parallel = 1; a learner has other parallelism",
             )
         cut: dict[str, Any] = {
             "num_heads": self.num_heads,
