@@ -287,7 +287,7 @@ class ReferenceEngine:
         if self._ranks is not None:
             raise MalformedRequest(
                 f"{self.name} does not return the results of its operators",
-                "each of its ranks has a part of them only",
+                "each rank computes only a part of them",
                 hint="ask an engine with engine.tensor_parallel = 1",
             )
         if not 1 <= prompt_tokens <= len(token_ids):

@@ -108,7 +108,7 @@ def check_rope(raw: Mapping[str, Any]) -> None:
     rope = _rope_section(raw)
     for key in _OUTSIDE:
         if None not in (inside := rope.get(key), outside := raw.get(key)) and inside != outside:
-            raise ValueError(f"{key} = {outside!r}, but {inside!r} in the section of RoPE")
+            raise ValueError(f"{key} = {outside!r}, but {inside!r} in rope_parameters or rope_scaling")
 
 
 def _rope_section(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _rope_section(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _section(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     section = raw.get(name) or {}
     if not isinstance(section, Mapping):
-        raise ValueError(f"{name} = {section!r:.80}, expected a section")
+        raise ValueError(f"{name} = {section!r:.80}, expected a JSON object")
     found = {key: value for key, value in section.items() if key != "type" and value is not None}
     old = section.get("type")
     if old is not None and found.setdefault("rope_type", old) != old:
