@@ -42,7 +42,7 @@ class Rollouts(Divided):
     - `min_reward`: the smallest reward of a rollout that is kept.
     - `term`: the reward is the raw value of this term, such as "grade"; "": the composed reward that the run recorded.
     - `max_per_task`: at most so many rollouts of a task, over all runs: the best, and of equal ones the latest. 0: no
-      limit.
+      limit (the default).
 
     Traces have training tasks only. Canaries, and rollouts of production (`etude learn`), are left out. Each path of a
     rollout, from its first turn to a leaf, is one document, if it has tokens to train on. Tokens of refused summaries
@@ -59,12 +59,17 @@ class Rollouts(Divided):
             facts = f"{len(self.runs)} runs, min_reward = {self.min_reward}, max_per_task = {self.max_per_task}"
             hint = "name at least one run, a finite min_reward, and a max_per_task of at least 0"
             raise InputError("a source of rollouts cannot have these settings", facts, hint=hint)
+        if len({run.resolve() for run in self.runs}) < len(self.runs):
+            facts = f"runs = {[str(run) for run in self.runs]}"
+            raise InputError("a source of rollouts names a run twice", facts, hint="name each run once")
 
     def check_tokenizer(self, sha256: str) -> None:
         """Raise `ConfigError` if the corpus has another tokenizer than one of the runs.
 
         `sha256`: the SHA-256 of the corpus's tokenizer.json."""
         for run in self.runs:
+            if not (run / "run.json").is_file():
+                raise InputError(f"{run} is no run", "it has no run.json", hint="give the folder of a run, as runs/own")
             check_tokenizer(run / "tokenizer", sha256, noun="run of the rollouts")
 
     def pieces(self) -> list[list[Any]]:
@@ -87,9 +92,14 @@ class Rollouts(Divided):
         if not wanted:
             best = max((reward for reward, *_ in found), default=-math.inf)
             facts = f"the best reward is {best:g}" if best > -math.inf else "none has a reward"
-            facts = f"{len(found)} rollouts; {facts}" + (f" (term {self.term!r})" if self.term else "")
+            if self.term and best == -math.inf:
+                outcomes = [one.outcome for *_, one in found if isinstance(one.outcome, Graded)]
+                terms = sorted({term for outcome in outcomes for term in outcome.values})
+                facts = f"none has a term {self.term!r}; their terms: {', '.join(terms) or 'none'}"
             hint = "lower min_reward, or set term to a term of the reward"
-            raise InputError(f"no rollout has a reward of at least {self.min_reward:g}", facts, hint=hint)
+            raise InputError(
+                f"no rollout has a reward of at least {self.min_reward:g}", f"{len(found)} rollouts; {facts}", hint=hint
+            )
         of_task = Counter[str | None]()
         kept = list[tuple[int, int, str]]()
         for _, number, step, one in sorted(wanted, key=lambda one: (-one[0], -one[2], one[1], one[3].rollout_id)):

@@ -129,6 +129,9 @@ def _section(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(section, Mapping):
         raise ValueError(f"{name} = {section!r:.80}, expected a JSON object")
     found = {key: value for key, value in section.items() if key != "type" and value is not None}
+    for key, value in found.items():
+        if isinstance(value, Mapping):
+            raise ValueError(f"{name}.{key} is a JSON object: RoPE settings by layer type are not supported")
     old = section.get("type")
     if old is not None and found.setdefault("rope_type", old) != old:
         raise ValueError(f"{name} has type = {old!r}, but rope_type = {found['rope_type']!r}")
