@@ -52,7 +52,6 @@ from etude.numerics.config import Mode, NumericsConfig, Quantise
 from etude.numerics.device import device_for
 from etude.numerics.factory import operators_for
 from etude.numerics.formats import FORMATS
-from etude.records import Version
 from etude.stores import open_store
 from etude.telemetry import Telemetry
 from etude.weights import FollowerProcess
@@ -153,7 +152,7 @@ def _build(
     else:
         model = load_model(args.checkpoint, dtype=dtype, operators=operators, device=device)
         views, derived = live_weights(model, args.quantise)
-        version = Version(*args.version) if args.version else initial_version(views)
+        version = args.version or initial_version(views)
     report_settings(telemetry, config, device=str(next(model.parameters()).device))
     tokenizer = args.checkpoint / "tokenizer.json" if args.checkpoint else None
     engine = ReferenceEngine(model, version=version, name=args.name, config=config, tokenizer=tokenizer)
@@ -257,13 +256,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quantise", type=Quantise, default=numerics.quantise, help="what large products round to")
     parser.add_argument(
         "--degree", type=int, default=numerics.degree, help="ranks up to which exact mode keeps its bits"
-    )
-    parser.add_argument("--branch", default="", help="follow this branch of the weights (default: the newest version)")
-    parser.add_argument(
-        "--version",
-        type=lambda text: (int(text.split("/")[0]), *text.split("/")[1:]),
-        metavar="STEP/INCARNATION/DIGEST",
-        help="the published version that the checkpoint is (default: step 0)",
     )
     parser.add_argument(
         "--show-operators", action="store_true", help="serve every operator's results, for etude parity"
