@@ -58,7 +58,7 @@ class Lender:
     ) -> None:
         self.names = [f"serve-{i}" for i in range(config.engines)]  # of the engines, and of their branches
         self._config, self._run, self._store, self._branch = config, run, store, branch
-        self._signer, self._report = signer, lambda line: report(f"lending: {line}")
+        self._signer, self._print = signer, report
         self._at: dict[str, Version] = {}
         self._pointing = asyncio.Lock()
         self._leases: Leases | None = None
@@ -155,6 +155,9 @@ class Lender:
         elif state is Lease.LENT:
             await self._rollouts.take(name)
             self._rollouts.add(name, engine)
+
+    def _report(self, line: str) -> None:
+        self._print(f"lending: {line}")
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

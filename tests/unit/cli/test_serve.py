@@ -174,7 +174,8 @@ def test_what_vllm_or_sglang_cannot_serve_is_refused_before_anything_starts(
         publish(RunFolder.create(tmp_path / "runs" / name, config_toml=to_toml(config), seed=0))
     says = "SGLang cannot serve adapters: the run publishes adapters (learner.lora_rank), which it cannot load\n"
     assert says in refusal(capsys, "runs/adapters", "--engine", "sglang")
-    assert NO_ENGINE in refusal(capsys, "runs/adapters", "--engine", "vllm", "--capture", "privacy")
+    assert main(["serve", "runs/adapters", "--engine", "vllm", "--capture", "privacy"]) == Exit.BAD_INPUT
+    assert NO_ENGINE in capsys.readouterr().err
     assert "vLLM cannot serve low: it does not round as numerics.quantise" in refusal(
         capsys, "runs/low", "--engine", "vllm"
     )
@@ -192,7 +193,7 @@ def test_what_cannot_be_lent_is_refused_before_anything_starts(
     publish(run)
     assert NO_ENGINE in refusal(capsys, "runs/laptop", *lend)
     for more in (("--fleet", "http://127.0.0.1:1"), ("two=runs/laptop",)):
-        assert "--lend needs one run with published weights" in refusal(capsys, "runs/laptop", *lend, *more)
+        assert "--lend needs one run with published weights" in refusal(capsys, "runs/laptop", *more, *lend)
     said = refusal(capsys, "runs/laptop", *lend, "--engine", "vllm")
     assert said.startswith("error: --lend cannot be used with --engine vllm: ")
     Path("lend.toml").write_text('registry = "http://127.0.0.1:1"\nengine = 3\n')
