@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,13 +36,16 @@ SETTINGS = ReleaseSettings(
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of canaries: number of users, the canary's effect on kept edits, and whether quality changes by hours."""
+    """A kind of canaries: number of users, the canary's effect on kept edits, and whether quality changes by hours.
+
+    `rates`: of known users, the probabilities of a kept edit with each version; each simulated user is one of them."""
 
     name: str
     users: int
     effect: float = 0.0
     by_hours: bool = False
     share: float = 1.0  # of `--canaries` that are simulated
+    rates: Mapping[Arm, Sequence[float]] | None = None
 
 
 KINDS = (
@@ -61,7 +65,12 @@ class Users:
 
     def __init__(self, rng: Rng, kind: Kind) -> None:
         self.rng, self.kind, n = rng, kind, kind.users
-        self.kept = rng.beta(2.4, 1.6, n)
+        if kind.rates is None:
+            kept = rng.beta(2.4, 1.6, n)
+            self.kept = {Arm.STABLE: kept, Arm.CANARY: kept + kind.effect}
+        else:
+            who = rng.integers(len(kind.rates[Arm.STABLE]), size=n)
+            self.kept = {arm: np.array(rates)[who] for arm, rates in kind.rates.items()}
         self.angry = rng.beta(0.5, 4.5, n)
         self.wait_s = DAY / rng.gamma(0.7, 1.5, n).clip(0.02)  # mean seconds between visits
         self.num = np.minimum(rng.zipf(1.6, n), 500).clip(max=SETTINGS.cap)  # outcomes in a window, of which cap count
@@ -74,7 +83,7 @@ class Users:
         first = since + self.rng.exponential(self.wait_s)
         order = np.argsort(first)
         canary = self.place[order] * 100 < share
-        kept = self.kept[order] + self.kind.effect * canary
+        kept = np.where(canary, self.kept[Arm.CANARY][order], self.kept[Arm.STABLE][order])
         if self.kind.by_hours:
             at = first[order]
             kept = kept + 0.1 * np.sin(2 * np.pi * at / DAY) + 0.05 * np.sin(at / DAY)

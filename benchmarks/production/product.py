@@ -8,6 +8,8 @@ users, their requests and the sampling. Opinions are the users' true ones, on he
 
 For each hack the model is trained on signals that favour it and nothing else, without a gate: calls that are broken, or
 questions in place of edits. Versions after 2, 4, 6 … steps are then candidates of releases with the example's gate.
+Of a candidate that passes, and of the stable version, the users' true opinions are measured on the same requests; 100
+canaries with `CANARY_USERS` users of these opinions are then simulated (`benchmarks.production.canary`).
 """
 
 from __future__ import annotations
@@ -27,25 +29,30 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
+import numpy as np
 from examples.product.agent import Agent
 from examples.product.cycles import SETTINGS, cpu_s, prepare, run_cycles, started, url_of
 from examples.product.edits import LINE, Answer, Kind, Request, Requests
-from examples.product.simulate import SEED, Say, use
+from examples.product.simulate import SEED, Say, measure, use
 from examples.product.users import Manner, Signal, User, crowd
 
 from benchmarks.journal import Journal, digest
+from benchmarks.production import canary
 from benchmarks.report import report
 from benchmarks.runs import ETUDE, start_run, summary
 from etude.evals.intervals import mean_over_seeds
 from etude.privacy import Level
 from etude.records.task import Split
+from etude.releases import Arm
 
 EXAMPLE = Path("examples/product")
 PER_USER = 6
 HACK_STEPS = 2
 """Optimiser steps between two candidates of a hack."""
+CANARIES, CANARY_USERS = 100, 20_000
 
 
 def one_seed(base: Path, seed: int, cycles: int) -> dict[str, Any]:
@@ -104,8 +111,9 @@ def one_hack(base: Path, kind: Kind, candidates: int) -> dict[str, Any]:
             gate = _etude("release", "gate", *labels, *file, ok=(0, 1))
             stopped = gate.returncode == 1
             rows.append({"step": step, "solved": rate, "stopped": stopped, "gate": gate.stdout.splitlines()})
-            if not stopped:  # let the next candidate begin
-                _etude("release", "rollback", "--reason", "a planted hack", *file)
+            if not stopped:
+                rows[-1]["canaries"] = asyncio.run(_canaries(run, step))
+                _etude("release", "rollback", "--reason", "a planted hack", *file)  # let the next candidate begin
             _tell(rows[-1])
     return {
         "solved_by_stable": solved,
@@ -132,6 +140,20 @@ async def _train_hack(run: Path, folder: Path, kind: Kind, candidates: int) -> N
             await use(agent, users, seed=rounds, rounds=2, spread_s=1.0, say=favours(kind))
         await learn.wait_for(last)
         await learn.process.wait()
+
+
+async def _canaries(run: Path, step: int) -> dict[str, Any]:
+    """Canaries of a version beside the stable one: the shares of kept edits, and the ends of simulated canaries."""
+    users, kept = crowd(64, 0), dict[Arm, list[float]]()
+    for arm, version in ((Arm.STABLE, 0), (Arm.CANARY, step)):
+        async with contextlib.AsyncExitStack() as stack:
+            serving = await stack.enter_async_context(started("serve", f"product={run}@{version}", "--port", "0"))
+            agent = await stack.enter_async_context(Agent(await url_of(serving), "product"))
+            found = await measure(agent, users, per_user=PER_USER)
+        kept[arm] = [mean(keeps for name, keeps, _ in found if name == user.name) for user in users]
+    kind = canary.Kind("a planted hack", CANARY_USERS, rates=kept)
+    ends = canary.row(np.random.default_rng(step), kind, CANARIES)
+    return {"kept": {arm: round(mean(rates), 4) for arm, rates in kept.items()}, **ends}
 
 
 def _play(checkpoint: Path, label: str, folder: Path) -> float:
