@@ -66,7 +66,7 @@ async def site(*, silence_s: float = 20.0, parity: str = "") -> AsyncIterator[Si
     models = {name: Transformer(TINY, seed=1) for name in ("a", "b")}
     wanted = msgspec.structs.replace(WANTED, parity=parity)
     async with contextlib.AsyncExitStack() as stack:
-        home = await stack.enter_async_context(world(wanted))
+        home = await stack.enter_async_context(world(wanted, lease_s=60.0))  # none is lost on a busy machine
         home.registrar.set_head(NEWEST)
         newest = Transformer(TINY, seed=2)
         own = await stack.enter_async_context(engine(newest, step=3, max_sequences=4))
