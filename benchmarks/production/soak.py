@@ -63,7 +63,9 @@ class User(threading.Thread):
                     send_feedback(self.url, "none", answer.id, user=user, kept=kept)
                     self.told += 1
                 except (openai.OpenAIError, FeedbackFailed) as error:
-                    self.failures[f"{type(error).__name__}: {error}"[:200]] += 1
+                    cause = f" ({error.__cause__!r})" if error.__cause__ else ""
+                    self.failures[f"{type(error).__name__}: {error}{cause}"[:200]] += 1
+                    print(f"{time.strftime('%X')}: {user} failed: {error}{cause}", file=sys.stderr)
 
 
 class Product:

@@ -21,6 +21,7 @@ from etude.errors import ConfigError, DeadlineExceeded
 
 _START_S, _STOP_S = 10.0, 10.0
 _HEAD_BYTES = 64 << 10
+_IDLE_S = 75  # longer than clients and load balancers keep idle connections (60 s): they must not send while it closes
 _CLIENT_TIMEOUT_S = 20.0  # for a request's head to arrive, and for a client to read more of a response
 
 
@@ -54,6 +55,7 @@ async def run_http_server(
         lifespan="off",
         ws="none",
         limit_concurrency=max_connections,
+        timeout_keep_alive=_IDLE_S,
         timeout_graceful_shutdown=grace_s,
     )
     server = _Server(config)

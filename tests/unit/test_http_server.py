@@ -93,6 +93,18 @@ def test_the_second_head_of_a_connection_is_not_waited_for_either_but_what_came_
     served(test, patience_s=0.2)
 
 
+@pytest.mark.slow
+def test_an_idle_connection_stays_open_for_longer_than_clients_keep_theirs():
+    async def test(connect: Any, app: App) -> None:
+        reader, writer = await connect()
+        for pause_s in (6.0, 61.0, 0.0):  # httpx closes its connections after 5 s, load balancers after 60 s
+            writer.write(GET % b"")
+            assert (await reader.readuntil(b"hello")).startswith(b"HTTP/1.1 200")
+            await asyncio.sleep(pause_s)
+
+    served(test, patience_s=1.0)
+
+
 def test_a_head_that_fills_memory_is_cut():
     async def test(connect: Any, app: App) -> None:
         reader, writer = await connect()
