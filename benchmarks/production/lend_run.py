@@ -3,12 +3,13 @@
     python -m benchmarks.production.lend_run [--rounds 3]
 
 A small game is trained with one engine of its own. A gateway with two engines serves the run's first version to users
-(its branch `stable`), and lends one of them while few requests come. In each round many requests come until the engine
-is back, then few until it is lent again. At the end the run ends first, and the gateway afterwards.
+(its branch `stable`), and lends one of them while few requests come. When that has done some rollouts, many requests
+come until it is back, then few until it is lent again. At the end the run ends first, and the gateway afterwards.
 
 - `hand_back_s`: from the decision until the engine serves production again, by the gateway's own account.
 - `failed`, `wrong`: requests of users that failed, or were answered by another version than the stable one.
-- `rollouts_of`: rollouts of the run by the engine that sampled in them. `invalid`: those that failed.
+- `rollouts_of`: rollouts of the run by the engine that sampled in them. `moved`: those of several engines. `invalid`: those
+  that failed.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from etude.weights.chain.history import head
 
 WAIT_S = 900.0
 MANY, FEW = 12, 1  # requests of users at the same time
+LENT_ROLLOUTS = 12  # rollouts of a lent engine before many requests come
 LEND = """registry = "http://127.0.0.1:{port}"
 engines = 2
 policy = "reactive"
@@ -164,11 +166,14 @@ def measure(rounds: int) -> dict[str, Any]:
         def count(what: str) -> int:
             return programs.log("serve").count(what)
 
+        def lent_rollouts() -> int:
+            return sum(any(n.startswith("serve-") for n in e["engines"]) for e in events("rollout"))
+
         with Users(url, str(stable)) as users:
             for number in range(1, rounds + 1):
                 programs.until(lambda n=number: count("is lent, with") >= n, "lent engine")
-                before = len(events("rollout"))
-                programs.until(lambda b=before: len(events("rollout")) >= b + 12, "rollouts")
+                before = lent_rollouts()
+                programs.until(lambda b=before: lent_rollouts() >= b + LENT_ROLLOUTS, "rollouts of the lent engine")
                 users.number = MANY
                 programs.until(lambda n=number: count("serves production again") >= n, "hand-back")
                 users.number = FEW
@@ -199,12 +204,13 @@ def measure(rounds: int) -> dict[str, Any]:
             "wrong": users.wrong,
             "rollouts": len(outcomes),
             "invalid": len(outcomes) - outcomes.count("graded"),
+            "moved": sum(len(set(e["engines"])) > 1 for e in events("rollout")),
             "rollouts_of": dict(Counter(n for e in events("rollout") for n in e["engines"])),
             "joined": sorted(states),
             "hand_back_s": hand_back,
             "hand_back_after_the_run_ended_s": round(after_end_s, 1),
             "steps": max((e["step"] for e in events("rl.step")), default=0),
-            "audit": audit.strip(),
+            "audit": audit.stdout.strip() or audit.stderr.strip(),
             "branches_left": left,
             "log": [line for line in programs.log("serve").splitlines() if line.startswith("lending: ")],
         }

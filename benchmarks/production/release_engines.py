@@ -62,7 +62,7 @@ CHANGED = 0.02  # share of the weights that differ between two versions
 SHARES = (50, 100)
 SETTINGS = ReleaseSettings(gate=(SuiteGate("repair"),), metrics=(Metric("kept"),), shares=SHARES)
 TOKENS, CLIENTS, USERS = 24, 3, 40
-READY_S, SWITCH_S = 1800.0, 300.0
+READY_S, SWITCH_S = 1800.0, 120.0
 SETTLE_S = 0.5  # after a change: the gateway reads the release anew every .2 s
 
 

@@ -358,7 +358,7 @@ class Fleet:
             except EngineError as error:
                 self._after_refusal(member, attempt, error, _now() - sent_at)
             else:
-                self._remember(request, member)
+                self._remember(request, member, completion)
                 return completion
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
@@ -394,7 +394,7 @@ class Fleet:
                     async for part in parts:
                         begun = True
                         if isinstance(part, Completion):
-                            self._remember(request, member)
+                            self._remember(request, member, part)
                         yield part
                 return
             except EngineError as error:
@@ -536,9 +536,9 @@ class Fleet:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), pause_s)
 
-    def _remember(self, request: CompletionRequest, member: _Member) -> None:
+    def _remember(self, request: CompletionRequest, member: _Member, completion: Completion) -> None:
         self._sessions.pop(request.session_id, None)
-        if request.keep_session:
+        if request.keep_session and completion.stop_reason is not StopReason.CANCELLED:  # that engine is behind
             self._sessions[request.session_id] = member.name
         for remembered in (self._sessions, self._regions):
             if len(remembered) > MAX_SESSIONS:

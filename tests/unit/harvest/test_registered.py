@@ -147,7 +147,8 @@ def test_a_streamed_rollout_goes_on_at_another_engine_when_its_engine_goes_back_
         async with engine(model, step=3) as first, engine(Transformer(TINY, seed=2), step=3) as second:
             alone = await second.generate(request)
             before, fleet, ids = second.counters.tokens, Fleet({"first": first}), list[int]()
-            async with contextlib.aclosing(fleet.stream(request)) as parts:
+            # to wait until the first engine has the newer version again would take 60 s
+            async with asyncio.timeout(30.0), contextlib.aclosing(fleet.stream(request)) as parts:
                 async for part in parts:
                     if isinstance(part, Completion):
                         assert part.stop_reason is StopReason.LENGTH
