@@ -8,8 +8,8 @@ come until it is back, then few until it is lent again. At the end the run ends 
 
 - `hand_back_s`: from the decision until the engine serves production again, by the gateway's own account.
 - `failed`, `wrong`: requests of users that failed, or were answered by another version than the stable one.
-- `rollouts_of`: rollouts of the run by the engine that sampled in them. `moved`: those of several engines. `invalid`: those
-  that failed.
+- `rollouts_of`: rollouts of the run by the engine that sampled in them. `moved`: those of several engines.
+- `invalid`: rollouts that failed.
 """
 
 from __future__ import annotations
