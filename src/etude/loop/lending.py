@@ -10,21 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from etude.errors import DeadlineExceeded, EngineError, EtudeError, InputError
+from etude.errors import EngineError, EtudeError, InputError
 from etude.harvest.config import LendConfig
 from etude.harvest.harvester import Harvester
 from etude.harvest.leases import Lease, Leases
 from etude.harvest.policies import LendingPolicy
 from etude.harvest.registered import RegisteredEngines
 from etude.inference import Fleet, HttpEngine
-from etude.inference.registry_client import fetch_requirements
 from etude.inference.registry_messages import environment_token
-from etude.models.config_json import MTP_KEY
 from etude.records import Version
 from etude.seams import BlobStore
 from etude.weights.chain import branches
@@ -73,7 +70,7 @@ class Lender:
     def prepared(self) -> Iterator[None]:
         """Create the engines' branches while the block runs, and delete them afterwards.
 
-        Raises `InputError` if another process lends engines of this run, or the registry is another run's."""
+        Raises `InputError` if another process lends engines of this run."""
         with (self._run / "lend.lock").open("a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,7 +80,6 @@ class Lender:
                     "each engine has a branch of the run's weights",
                     hint="stop that etude serve, or serve without --lend",
                 ) from None
-            self._refuse_other_run()
             self._stable, self._newest = self._read()
             try:
                 for name in self.names:
@@ -92,22 +88,6 @@ class Lender:
             finally:
                 for name in self.names:
                     branches.drop(self._store, CHANNEL, name)
-
-    def _refuse_other_run(self) -> None:
-        """Raise `InputError` if the registry belongs to a run of another model. One that does not answer is asked
-        later."""
-        try:
-            found = fetch_requirements(self._config.registry, environment_token(), wait_s=0.0)
-        except DeadlineExceeded:
-            return
-        served = (self._run / "checkpoints" / "mid" / "config.json").read_text()
-        theirs, ours = ({**json.loads(text), MTP_KEY: None} for text in (found.model, served))  # heads may be left out
-        if theirs != ours:
-            raise InputError(
-                f"the run at {self._config.registry} has another model than {self._run}",
-                "lent engines load newer versions of the weights that they serve",
-                hint="give the registry (fleet.listen) of this run",
-            )
 
     @contextlib.asynccontextmanager
     async def lending(self, production: Fleet, engines: Mapping[str, HttpEngine], *, slots: int) -> AsyncIterator[None]:

@@ -225,6 +225,19 @@ def test_a_run_that_refuses_an_engine_is_lent_none_and_the_reason_is_told() -> N
     play(story)
 
 
+def test_an_engine_is_lent_for_a_short_time_only_to_a_run_whose_versions_it_does_not_get() -> None:
+    async def story() -> None:
+        async with asyncio.timeout(60.0), site(silence_s=1.0) as here:
+            here.run.registrar.set_head(msgspec.structs.replace(NEWEST, incarnation="another run"))
+            await until(lambda: here.lent.wanted)
+            await here.harvester.lend("b", NEWEST)
+            await until(lambda: not here.lent.wanted)
+            assert any("the run gave b no work within 1 s" in line for line in here.said)
+            assert list(here.rollouts.engines) == ["own"]
+
+    play(story)
+
+
 def test_settings_of_lending_are_checked(tmp_path: Path) -> None:
     path = tmp_path / "lend.toml"
 

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -92,8 +91,6 @@ async def until(condition: Callable[[], object], what: str) -> None:
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """The folder of a run of which two versions are published. The branch `stable` is at the first."""
-    (tmp_path / "checkpoints" / "mid").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "mid" / "config.json").write_text("{}")
     store = open_store(tmp_path / "weights")
     first = publish(store, 1, None)
     publish(store, 2, first)
@@ -107,9 +104,8 @@ def lender_of(place: Path, url: str, said: list[str]) -> Lender:
 
 
 @contextlib.asynccontextmanager
-async def registry(model: str = "{}") -> AsyncIterator[tuple[RegistryServer, str]]:
-    wanted = msgspec.structs.replace(WANTED, model=model)
-    server = RegistryServer(wanted, token=None, registry=Registry(lease_s=4.0), interval_s=0.05)
+async def registry() -> AsyncIterator[tuple[RegistryServer, str]]:
+    server = RegistryServer(WANTED, token=None, registry=Registry(lease_s=4.0), interval_s=0.05)
 
     async def beat(_: Roster) -> dict[str, int]:
         return {}
@@ -179,18 +175,3 @@ def test_two_gateways_do_not_lend_engines_of_one_run(place: Path) -> None:
         pass
     with second.prepared():
         pass
-
-
-def test_engines_are_not_lent_to_a_run_of_another_model(place: Path) -> None:
-    async def story() -> None:
-        async with registry('{"hidden_size": 8}') as (_, url):
-            lender = lender_of(place, url, [])
-
-            def prepare() -> None:
-                with lender.prepared():
-                    pass
-
-            with pytest.raises(InputError, match="has another model than"):
-                await asyncio.to_thread(prepare)
-
-    asyncio.run(story())
