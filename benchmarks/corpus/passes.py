@@ -4,11 +4,13 @@ Clean text is the standard library's own sources. Everything that is planted is 
 
 - near duplicates: modules with some lines removed, swapped or changed; near is what is so by exact Jaccard similarity.
 - secrets: random ones of every kind that the tests plant, in clean modules.
-- leaks: functions of held-out modules, renamed, formatted again by `ast`, cut for FIM with and without sentinels,
-  inside of clean text. False drops: clean modules, against whole held-out modules; some are real copies.
+- leaks: functions of held-out modules, renamed, formatted again by `ast`, cut for FIM with and without sentinels, in
+  comments, docstrings, diffs, prompts, JSON and notebooks, inside of clean text; over three seeds. Functions that the
+  index names as too short are counted apart. False drops: clean modules, against whole held-out modules and against
+  the functions; some are real copies.
 - steps: CPU milliseconds for a MB of text, of the steps of the pass that reads.
-- builds: MB for a CPU second of each pass, and the peak memory of the process, with one copy of the library and with
-  several. The tokenizer is a byte-level BPE of 4,096 tokens that is trained on the library.
+- builds: MB for a CPU second of each pass, and the peak memory of the process before and after, with one copy of the
+  library and with several. The tokenizer is a byte-level BPE of 4,096 tokens that is trained on the library.
 - calibration: CPU seconds of a loop of 3 million additions before and after, about 0.15 on a core of 3 GHz. They tell
   the times of a machine that was slowed from outside.
 
@@ -24,7 +26,6 @@ import json
 import keyword
 import os
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -51,6 +52,8 @@ from etude.corpus.tokens import Tokens
 
 THRESHOLD = 0.8
 VARIANTS = 240
+SEEDS = (3, 4, 5)
+TRIPLE, SINGLE = '"' * 3, "'" * 3
 SECRETS_OF_A_KIND = 40
 
 
@@ -158,19 +161,31 @@ def cut(rng: random.Random, text: str, *, named: bool) -> str:
     return rng.choice([f"{pre}{prefix}{suf}{suffix}{mid}{middle}", f"{pre}{suf}{suffix}{mid}{prefix}{middle}"])
 
 
+def prefixed(text: str, first: str, other: str = "") -> str:
+    """A text with `first` before each line; with `other` before those that are indented."""
+    return "\n".join((other if other and line[:1] == " " else first) + line for line in text.split("\n"))
+
+
+def in_notebook(text: str) -> str:
+    """A Jupyter notebook with the text as its cell."""
+    cell = {"cell_type": "code", "source": text.splitlines(keepends=True)}
+    return json.dumps({"cells": [cell], "nbformat": 4}, indent=1)
+
+
 def leaks(texts: dict[str, str]) -> dict[str, Any]:
     """How many variants of held-out functions pass, by kind, and how many clean modules are dropped."""
-    rng = random.Random(3)
+    rng = random.Random(SEEDS[0])
     names = sorted(texts)
     held, clean = names[::8], [name for name in names if name not in names[::8]]
     index = HeldOutIndex.build(HeldOutText.of(name, texts[name]) for name in held)
-    answers = [
+    every = [
         ast.get_source_segment(texts[name], node) or ""
         for name in held
         for node in ast.walk(ast.parse(texts[name]))
         if isinstance(node, ast.FunctionDef) and len(ast.unparse(node).split()) > 60
     ]
-    index_of_answers = HeldOutIndex.build(HeldOutText.of(f"{i}.py", text) for i, text in enumerate(answers))
+    index_of_answers = HeldOutIndex.build(HeldOutText.of(f"{i}.py", text) for i, text in enumerate(every))
+    answers = [text for i, text in enumerate(every) if f"{i}.py" not in index_of_answers.too_short]
     kinds: dict[str, Callable[[str], str]] = {
         "as it is": lambda text: text,
         "renamed": lambda text: ast.unparse(Renamed(rng).visit(ast.parse(text))),
@@ -178,22 +193,33 @@ def leaks(texts: dict[str, str]) -> dict[str, Any]:
         "cut with sentinels": lambda text: cut(rng, text, named=True),
         "cut": lambda text: cut(rng, text, named=False),
         "renamed and cut": lambda text: cut(rng, ast.unparse(Renamed(rng).visit(ast.parse(text))), named=False),
+        "in comments": lambda text: prefixed(text, "# "),
+        "in a docstring": lambda text: f'def f():\n    """Such as\n{text.replace(TRIPLE, SINGLE)}\n    """\n',
+        "in a diff": lambda text: prefixed(text, "+"),
+        "after prompts": lambda text: prefixed(text, ">>> ", "... "),
+        "in JSON": lambda text: json.dumps({"id": 1, "text": text}),
+        "in a notebook": in_notebook,
     }
     passed = dict.fromkeys(kinds, 0)
-    for number in range(VARIANTS):
-        kind = [*kinds][number % len(kinds)]
-        leak = kinds[kind](rng.choice(answers))
-        around = texts[rng.choice(clean)][:2_000]
-        passed[kind] += index_of_answers.find(f"{around}\n{leak}\n{around[:300]}") is None
+    for seed in SEEDS:
+        rng.seed(seed)
+        for number in range(VARIANTS):
+            kind = [*kinds][number % len(kinds)]
+            leak = kinds[kind](rng.choice(answers))
+            around = texts[rng.choice(clean)][:2_000]
+            passed[kind] += index_of_answers.find(f"{around}\n{leak}\n{around[:300]}") is None
     false = {name: leak for name in clean if (leak := index.find(texts[name])) is not None}
+    of_answers = {name: leak for name in clean if (leak := index_of_answers.find(texts[name])) is not None}
     return {
-        "variants": VARIANTS,
+        "variants": VARIANTS * len(SEEDS),
         "answers": len(answers),
+        "too_short": len(index_of_answers.too_short),
         "passed": passed,
         "heldout_modules": len(held),
         "heldout_segments": len(index.needs_S),
         "clean_modules": len(clean),
         "clean_dropped": false,
+        "clean_dropped_by_answers": of_answers,
     }
 
 
@@ -264,6 +290,7 @@ def build_once(folder: Path, copies: int, most: int) -> dict[str, Any]:
         passes[title] = passes.get(title, 0.0) + now - before[0]
         before[0] = now
 
+    peak_before = peak_mb()
     started, wall = time.process_time(), time.perf_counter()
     corpus = build_corpus(config, folder / "out", on_part=on_part)
     cpu_s = time.process_time() - started
@@ -275,19 +302,31 @@ def build_once(folder: Path, copies: int, most: int) -> dict[str, Any]:
         "wall_s": round(time.perf_counter() - wall, 2),
         "mb_a_cpu_second": round(total / 1e6 / cpu_s, 3),
         "mb_a_cpu_second_by_pass": {title: round(total / 1e6 / max(s, 1e-3), 2) for title, s in passes.items()},
-        "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+        "peak_mb_before": peak_before,
+        "peak_mb": peak_mb(),
     }
 
 
+def peak_mb() -> float:
+    """The most memory that this process had so far. `ru_maxrss` would begin with the peak of the process that started
+    it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return round(int(next(line.split()[1] for line in lines if line.startswith("VmHWM:"))) / 1024, 1)
+
+
 def speed(copies: int, most: int) -> dict[str, Any]:
-    """Builds in processes of their own: one copy of the library, and several."""
-    found = {}
+    """Builds in processes of their own: one copy of the library, and several; and by how much their peaks differ."""
+    found = dict[str, Any]()
     for count in (1, copies):
         with tempfile.TemporaryDirectory() as folder:
             trained(Path(folder) / "tokenizer.json", list(library(20).values()))
             argv = [sys.executable, "-m", "benchmarks.corpus.passes", "--modules", str(most), "--copies", str(count)]
             done = subprocess.run([*argv, "--inside", folder], capture_output=True, text=True, check=True, timeout=3600)
             found[f"{count} copies"] = json.loads(done.stdout)
+    one, several = found["1 copies"], found[f"{copies} copies"]
+    found["peak_mb_for_each_further_mb"] = round(
+        (several["peak_mb"] - one["peak_mb"]) / (several["megabytes"] - one["megabytes"]), 3
+    )
     return found
 
 
@@ -295,7 +334,7 @@ def main() -> None:
     """Measure and write ``results/corpus.json``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--modules", type=int, default=80)
-    parser.add_argument("--copies", type=int, default=4)
+    parser.add_argument("--copies", type=int, default=16)
     parser.add_argument("--inside", type=Path)
     args = parser.parse_args()
     if args.inside:

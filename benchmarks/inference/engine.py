@@ -2,7 +2,8 @@
 
 Two random Qwen3-MoE models of 9.2M parameters (16 experts, top-4; 4 layers of 256 and 6 layers of 192), one of 99M (24
 experts, top-4; 8 layers of 512), and the laptop example's; prompts of 64 tokens, 128 sampled tokens each. The reference
-engine is measured whole, in float32, eager: asyncio face, log-probabilities, routes, spans. The others sample alone:
+engine is measured whole, in float32, eager, exact and native: asyncio face, log-probabilities, routes, spans. Others
+sample alone, and none of them is exact:
 
 - transformers: plain batched `generate` (all prompts are equally long: nothing is padded) with a dynamic and a static
   cache, and `generate_batch` (continuous batching); in float32 and bfloat16; with each implementation of the experts.
@@ -12,12 +13,13 @@ engine is measured whole, in float32, eager: asyncio face, log-probabilities, ro
 - vLLM's CPU build (`--vllm DIR`, an environment of its own, made where there is none; `--install` does that alone): in
   float32 and bfloat16, eager and compiled, on one core.
 
-Wall and CPU seconds are of the engine's process; best of `--repeats`, etude and transformers taking turns.
+Wall and CPU seconds are of the engine's process; best of `--repeats`, all of them taking turns.
 `ratio_to_best_peer` is etude's tokens a second ÷ those of the fastest peer at that batch size, whatever its dtype, by
 wall and by CPU time; `ratio_to_best_float32_peer` ÷ those of the fastest in etude's dtype.
 
 Rows are kept as they are measured (`benchmarks.journal`): the same command goes on where it ended.
-`python -m benchmarks.inference.engine [--models NAME ...] [--batches 1,16,64] [--repeats N] [--vllm DIR] [--fresh]`
+`python -m benchmarks.inference.engine [--models NAME ...] [--batches 1,16,64] [--repeats N] [--dtypes float32 bfloat16]
+[--vllm DIR] [--fresh]`
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import argparse
 import asyncio
 import json
 import logging
+import select
 import subprocess
 import sys
 import tempfile
@@ -33,6 +36,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +52,9 @@ from etude.inference.external.environment import environment
 from etude.inference.external.install import install
 from etude.models import ModelConfig, Transformer
 from etude.models.checkpoint import save_model
+from etude.numerics import Native
+from etude.numerics.exact.operators import Exact
+from etude.numerics.operators import Operators
 from etude.records import CompletionRequest, Sampling, Version
 
 PROMPT_TOKENS, SAMPLED_TOKENS, TRIAL_TOKENS, SHORT_TOKENS = 64, 128, 32, 4
@@ -69,10 +76,13 @@ MODELS = {
     ),
 }
 EXPERTS = ("grouped_mm", "batched_mm", "eager")  # transformers' implementations of the mixture
+DTYPES = ("float32", "bfloat16")  # of the others
 PAGE_TOKENS = 64  # of continuous batching
 FEW = 4  # sequences
-OURS, SHORT = "etude", "tokens_per_cpu_s_in_the_short_trial"
-VLLM_LIMIT_S = 900.0  # of one process, compiling included
+MODES: dict[str, Callable[[], Operators]] = {"exact": Exact, "native": Native}  # of etude
+SHORT = "tokens_per_cpu_s_in_the_short_trial"
+VLLM_LIMIT_S = 900.0  # for an answer, compiling included
+VLLM_MODES = ("eager", "compiled")
 
 Run = Callable[[int, int], None]
 """Sample so many tokens after each of so many prompts."""
@@ -92,15 +102,15 @@ class Way:
 
 
 WAYS = [
-    *(Way(e, dtype, cache) for dtype in ("float32", "bfloat16") for cache in ("dynamic", "static") for e in EXPERTS),
+    *(Way(e, dtype, cache) for dtype in DTYPES for cache in ("dynamic", "static") for e in EXPERTS),
     *(Way(e, cache="paged") for e in EXPERTS),
 ]
 
 
-def ways_for(batch: int) -> list[Way]:
+def ways_for(batch: int, dtypes: Sequence[str] = DTYPES) -> list[Way]:
     """What is tried at a batch size. `batched_mm` copies the experts of each token: at 16 sequences it makes a tenth of
     the tokens that the others make."""
-    return [way for way in WAYS if way.experts != "batched_mm" or batch <= FEW]
+    return [way for way in WAYS if way.dtype in dtypes and (way.experts != "batched_mm" or batch <= FEW)]
 
 
 def prompts(number: int, vocab_size: int) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
@@ -170,19 +180,37 @@ def make_environment(folder: Path) -> Path:
     return place.python
 
 
-def vllm(python: Path, model: str, batches: Sequence[int], repeats: int, dtype: str, mode: str) -> dict[str, Any]:
-    """vLLM on the same weights and prompts, in a process of its own."""
-    sizes = MODELS[model]
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
+class Vllm:
+    """vLLM on the same weights and prompts, in a process of its own that samples a batch when it is asked to."""
+
+    def __init__(self, python: Path, model: str, batches: Sequence[int], dtype: str, mode: str) -> None:
+        self._scratch = tempfile.TemporaryDirectory()
+        folder, sizes = Path(self._scratch.name), MODELS[model]
         save_model(Transformer(sizes, seed=0), folder / "model", dtype="f32")
-        asked, answer = folder / "prompts.json", folder / "vllm.json"
+        asked = folder / "prompts.json"
         asked.write_text(json.dumps({b: [p.tolist() for p in prompts(b, sizes.vocab_size)] for b in batches}))
         argv = [str(python), str(Path(__file__).with_name("vllm_engine.py")), "--model", str(folder / "model")]
-        argv += ["--prompts", str(asked), "--sampled", str(SAMPLED_TOKENS), "--repeats", str(repeats)]
-        argv += ["--dtype", dtype, "--mode", mode, "--out", str(answer)]
-        subprocess.run(argv, check=True, stdout=sys.stderr, timeout=VLLM_LIMIT_S)
-        return dict(json.loads(answer.read_text()))
+        argv += ["--prompts", str(asked), "--sampled", str(SAMPLED_TOKENS), "--dtype", dtype, "--mode", mode]
+        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        self.name = f"{self._answer()['vllm']}, {dtype}, {mode}"
+
+    def timed(self, batch: int) -> tuple[float, float]:
+        """Tokens a wall second and a CPU second."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"%d\n" % batch)
+        spent = self._answer()
+        return batch * SAMPLED_TOKENS / spent["wall_s"], batch * SAMPLED_TOKENS / spent["cpu_s"]
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._scratch.cleanup()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], VLLM_LIMIT_S)[0]:
+            raise SystemExit(f"vLLM did not answer within {VLLM_LIMIT_S:g} s")
+        return dict(json.loads(self._process.stdout.readline() or b"{}"))
 
 
 def timed(run: Run, number: int, sampled: int) -> tuple[float, float]:
@@ -197,26 +225,30 @@ def speeds(wall: float, cpu: float) -> dict[str, float]:
     return {"tokens_per_s": round(wall, 1), "tokens_per_cpu_s": round(cpu, 1)}
 
 
-def measure(model: str, batch: int, repeats: int, ways: Sequence[Way], compiles: bool) -> dict[str, Any]:
-    """etude and transformers at one batch size; `compiles`: also the best way that can be compiled."""
+def measure(
+    model: str, batch: int, repeats: int, ways: Sequence[Way], compiles: bool, peers: Sequence[Vllm] = ()
+) -> dict[str, Any]:
+    """etude, vLLM and transformers at one batch size; `compiles`: also the best way that can be compiled."""
     sizes = MODELS[model]
-    made = Transformer(sizes, seed=0)
+    made = {mode: Transformer(sizes, seed=0, operators=operators()) for mode, operators in MODES.items()}
     with tempfile.TemporaryDirectory() as folder:
-        save_model(made, Path(folder) / "model", dtype="f32")
-        runs, tried = {OURS: ours(sizes, made)}, dict[str, Any]()
+        save_model(made["exact"], Path(folder) / "model", dtype="f32")
+        runs, tried = {mode: ours(sizes, model) for mode, model in made.items()}, dict[str, Any]()
         for way in (*ways, *([None] if compiles else [])):
             way = way or compiled(ways, tried)
             runs[way.name] = theirs(sizes, Path(folder) / "model", way)
             tried[way.name] = tried_out(runs[way.name], batch, best_of(tried))
-        kept = {name: runs[name] for name in [OURS, *promising(tried)]}
-        for run in kept.values():
-            timed(run, batch, SAMPLED_TOKENS)
+        kept = {name: partial(timed, runs[name], batch, SAMPLED_TOKENS) for name in [*MODES, *promising(tried)]}
+        kept |= {peer.name: partial(peer.timed, batch) for peer in peers}
         seen: dict[str, list[tuple[float, float]]] = {name: [] for name in kept}
-        for _ in range(repeats):
+        for turn in range(repeats + 1):  # the first one warms up
             for name, run in kept.items():
-                seen[name].append(timed(run, batch, SAMPLED_TOKENS))
+                found = run()
+                seen[name] += [found] if turn else []
     best = {name: speeds(max(w for w, _ in found), max(c for _, c in found)) for name, found in seen.items()}
-    return {**best.pop(OURS), "transformers": best, "transformers_tried": tried}
+    of_etude = {mode: best.pop(mode) for mode in MODES}
+    of_vllm = {peer.name: best.pop(peer.name) for peer in peers}
+    return {"etude": of_etude, "vllm": of_vllm, "transformers": best, "transformers_tried": tried}
 
 
 def tried_out(run: Run, batch: int, best_cpu: float) -> dict[str, float]:
@@ -251,7 +283,7 @@ def promising(tried: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 
 def against(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with what is fastest beside etude, by wall and by CPU time, and etude's speed ÷ its."""
+    """A row with what is fastest beside etude, by wall and by CPU time, and the ratio of each of etude's modes."""
     peers = {f"transformers, {name}": found for name, found in row["transformers"].items()}
     peers |= {f"vLLM, {name}": found for name, found in row["vllm"].items()}
     return {
@@ -262,10 +294,12 @@ def against(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _best(row: Mapping[str, Any], peers: Mapping[str, Mapping[str, float]], kind: str) -> dict[str, Any]:
-    names, ratios = dict[str, str](), dict[str, float]()
-    for unit in ("tokens_per_s", "tokens_per_cpu_s") if peers else ():
-        names[unit] = max(peers, key=lambda name: peers[name][unit])
-        ratios[unit] = round(row[unit] / peers[names[unit]][unit], 2)
+    units = ("tokens_per_s", "tokens_per_cpu_s") if peers else ()
+    names = {unit: max(peers, key=lambda name: peers[name][unit]) for unit in units}
+    ratios = {
+        mode: {unit: round(own[unit] / peers[name][unit], 2) for unit, name in names.items()}
+        for mode, own in row["etude"].items()
+    }
     return {f"best_{kind}peer": names, f"ratio_to_best_{kind}peer": ratios}
 
 
@@ -274,7 +308,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batches", default="1,16,64")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="of vLLM and transformers")
     parser.add_argument("--vllm", type=Path, help="vLLM's virtual environment")
+    parser.add_argument("--vllm-modes", nargs="+", choices=VLLM_MODES, default=VLLM_MODES)
     parser.add_argument("--install", action="store_true", help="make that environment, and nothing else")
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile, which takes a minute a row")
     parser.add_argument("--fresh", action="store_true", help="measure again what was measured before")
@@ -286,18 +322,20 @@ def main() -> None:
     logging.disable(logging.WARNING)
     batches, journal, rows = [int(b) for b in args.batches.split(",")], Journal("engine", fresh=args.fresh), []
     for model in args.models:
-        others: dict[int, dict[str, Any]] = {batch: {} for batch in batches}
-        for dtype, mode in [(d, m) for d in ("float32", "bfloat16") for m in ("eager", "compiled")] if python else ():
-            key = {"model": model, "batches": batches, "repeats": args.repeats, "dtype": dtype, "mode": mode}
-            found = journal.once(key, partial(vllm, python, model, batches, args.repeats, dtype, mode))
-            for one in found["rows"]:
-                others[one["batch"]][f"{found['vllm']}, {dtype}, {mode}"] = speeds(
-                    one["tokens_per_s"], one["tokens_per_cpu_s"]
-                )
+        peers: list[Vllm] = []
         for batch in batches:
             key = {"model": model, "batch": batch, "repeats": args.repeats, "compiled": not args.no_compile}
-            row = journal.once(key, partial(measure, model, batch, args.repeats, ways_for(batch), not args.no_compile))
-            rows.append(against({"model": model, "batch": batch, **row, "vllm": others[batch]}))
+            key |= {"dtypes": args.dtypes, "vllm": args.vllm_modes if python else []}
+
+            def row(batch: int = batch, model: str = model, peers: list[Vllm] = peers) -> dict[str, Any]:
+                if python and not peers:
+                    peers += [Vllm(python, model, batches, *way) for way in product(args.dtypes, args.vllm_modes)]
+                ways = ways_for(batch, args.dtypes)
+                return measure(model, batch, args.repeats, ways, not args.no_compile, peers)
+
+            rows.append(against({"model": model, "batch": batch, **journal.once(key, row)}))
+        for peer in peers:
+            peer.close()
     facts = {"threads": 1, "torch": torch.__version__, "transformers": transformers.__version__, "dtype": "float32"}
     report("engine", {**facts, "prompt_tokens": PROMPT_TOKENS, "sampled_tokens": SAMPLED_TOKENS, "rows": rows})
 

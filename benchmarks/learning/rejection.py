@@ -5,6 +5,8 @@ code of RL; between rounds the new weights travel through the weight chain. Fine
 the cross-entropy of the tokens that successful rollouts sampled, each different rollout once, drawn over all rounds so
 far; its rate is constant, then linear to a tenth over the last 40 % of a round. A round spends its share of the CPU
 budget half on sampling and half on training. CPU of every process counts, from when the engines are up.
+A user does this with the document source `rollouts` and a phase with `loss = "said"`; here the budget is divided by
+time, so rounds have neither a ledger nor traces.
 """
 
 from __future__ import annotations

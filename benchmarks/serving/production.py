@@ -90,7 +90,7 @@ async def measure(rounds: int) -> dict[str, Any]:
     config = EngineConfig(max_sequences=SLOTS, context_tokens=512)
     first: dict[str, list[float]] = {way: [] for way in WAYS}
     between: dict[str, list[float]] = {way: [] for way in WAYS}
-    async with ReferenceEngine(model, version=initial_version(hf_views(model)), config=config) as engine:
+    async with ReferenceEngine(model, version=initial_version(hf_views(model).items()), config=config) as engine:
         rollouts = Rollouts(engine)
 
         async def turn(way: str, number: int) -> None:

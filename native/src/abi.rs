@@ -8,6 +8,7 @@ use crate::bits::Refused;
 use crate::checksum::{self, ChecksumRequest, Part};
 use crate::decode::{Decoder, Found, InPlace, Listed, num_changes};
 use crate::encode::Encoder;
+use crate::fused::{self, RawAttention, RawExperts, RawNorm};
 use crate::kind::{Code, Kind, MAX_CLASSES};
 use crate::level;
 use crate::product::{self, RawProduct};
@@ -431,6 +432,35 @@ pub unsafe extern "C" fn etude_checksum(request: *const ChecksumRequest, sums: *
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn etude_products(request: *const RawProduct) -> u32 {
     shielded(1, || unsafe { !product::products(&*request) as u32 })
+}
+
+/// Compute the experts of a layer. Returns 0 on success; 1, with nothing written, where the machine or the sizes do not
+/// allow it.
+///
+/// # Safety
+/// As `fused::experts`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn etude_experts(request: *const RawExperts) -> u32 {
+    shielded(1, || unsafe { !fused::experts(&*request) as u32 })
+}
+
+/// Compute attention of decoded tokens. Returns 0 on success; 1, with nothing written, where the machine or the sizes do
+/// not allow it.
+///
+/// # Safety
+/// As `fused::attention`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn etude_attention(request: *const RawAttention) -> u32 {
+    shielded(1, || unsafe { !fused::attention(&*request) as u32 })
+}
+
+/// Compute RMSNorm. Returns 0 on success; 1, with nothing written, where the machine or the width do not allow it.
+///
+/// # Safety
+/// As `fused::norm`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn etude_norm(request: *const RawNorm) -> u32 {
+    shielded(1, || unsafe { !fused::norm(&*request) as u32 })
 }
 
 /// Prefetch codes. Any address is allowed.

@@ -1,5 +1,5 @@
 //! Kernels of etude: encode the difference of two snapshots of weights, and apply it, at memory speed; and products of
-//! few rows.
+//! few rows, with what a decoded token needs beside them.
 //!
 //! `docs/formats/delta.md` defines the format; the numpy kernels in `etude.weights` produce the same bytes, more
 //! slowly. Bytes to decode are untrusted: they are decoded or refused, with memory in proportion to the tile. The
@@ -10,6 +10,7 @@ pub mod bits;
 pub mod checksum;
 pub mod decode;
 pub mod encode;
+pub mod fused;
 pub mod kind;
 pub mod level;
 pub mod product;

@@ -8,7 +8,7 @@
 /// Largest number of inputs of a block: a panel of 32 outputs then has 24 KiB.
 pub const MAX_BLOCK: usize = 192;
 /// Numbers of a vector.
-const LANES: usize = 16;
+pub const LANES: usize = 16;
 
 /// Rows `x`, sorted by group, and a matrix for each group: `out` = x · weightᵀ for the rows of each group.
 ///
@@ -49,7 +49,7 @@ pub unsafe fn products(product: &RawProduct) -> bool {
 }
 
 #[cfg(target_arch = "x86_64")]
-mod avx512 {
+pub(crate) mod avx512 {
     use super::{LANES, MAX_BLOCK, RawProduct};
     use std::arch::x86_64::*;
 
@@ -57,41 +57,71 @@ mod avx512 {
     const MOST_ROWS: usize = 8;
     const WIDTH: usize = 2 * LANES;
 
+    /// Weights of 32 outputs, the outputs of one input side by side.
     #[repr(align(64))]
-    struct Panel([f32; MAX_BLOCK * WIDTH]);
+    pub struct Panel([f32; MAX_BLOCK * WIDTH]);
+
+    impl Panel {
+        pub fn new() -> Self {
+            Panel([0.0; MAX_BLOCK * WIDTH])
+        }
+
+        /// The rows of a group, to be multiplied by `P` · 16 outputs of this panel.
+        fn turned<const P: usize>(&self, group: Group) -> (Group, usize) {
+            (Group { weight: self.0.as_ptr(), ..group }, P * LANES)
+        }
+    }
 
     /// Rows of one group.
     #[derive(Clone, Copy)]
-    struct Group {
-        x: *const f32,
-        weight: *const f32,
-        out: *mut f32,
-        rows: usize,
+    pub struct Group {
+        pub x: *const f32,
+        pub weight: *const f32,
+        pub out: *mut f32,
+        pub rows: usize,
+    }
+
+    /// Widths in and out of a matrix, the inputs in one chain of sums, and the distance between two outputs.
+    #[derive(Clone, Copy)]
+    pub struct Sizes {
+        pub inner: usize,
+        pub outer: usize,
+        pub block: usize,
+        pub stride: usize,
     }
 
     #[target_feature(enable = "avx512f")]
     pub unsafe fn products(product: &RawProduct) {
-        let mut panel = Panel([0.0; MAX_BLOCK * WIDTH]);
+        let mut panel = Panel::new();
+        let sizes = Sizes {
+            inner: product.in_size as usize,
+            outer: product.out_size as usize,
+            block: product.block as usize,
+            stride: product.row_stride as usize,
+        };
         let mut before = 0;
         for number in 0..product.num_groups as usize {
             let rows = unsafe { *product.rows.add(number) } as usize;
             let group = Group {
-                x: product.x.wrapping_add(before * product.in_size as usize),
+                x: product.x.wrapping_add(before * sizes.inner),
                 weight: product.weights.wrapping_add(number * product.group_stride as usize),
-                out: product.out.wrapping_add(before * product.out_size as usize),
+                out: product.out.wrapping_add(before * sizes.outer),
                 rows,
             };
             if rows > 0 {
-                unsafe { one(product, group, &mut panel) };
+                unsafe { one(sizes, group, &mut panel) };
             }
             before += rows;
         }
     }
 
+    /// Multiply the rows of a group by its matrix. Rows of `x` and `out` are contiguous.
+    ///
+    /// # Safety
+    /// All sizes are multiples of `LANES`, the block is at most `MAX_BLOCK`, and the memory is there.
     #[target_feature(enable = "avx512f")]
-    unsafe fn one(product: &RawProduct, group: Group, panel: &mut Panel) {
-        let (inner, outer) = (product.in_size as usize, product.out_size as usize);
-        let (block, stride) = (product.block as usize, product.row_stride as usize);
+    pub unsafe fn one(sizes: Sizes, group: Group, panel: &mut Panel) {
+        let Sizes { inner, outer, block, stride } = sizes;
         for output in (0..outer).step_by(WIDTH) {
             for input in (0..inner).step_by(block) {
                 let (len, from) = (block.min(inner - input), group.weight.wrapping_add(output * stride + input));
@@ -100,10 +130,10 @@ mod avx512 {
                 unsafe {
                     if outer - output >= WIDTH {
                         turn::<2>(from, stride, len, panel);
-                        all_rows::<2>(panel, part, (inner, outer), len, start);
+                        all_rows::<2>(panel.turned::<2>(part), (inner, outer), len, start);
                     } else {
                         turn::<1>(from, stride, len, panel);
-                        all_rows::<1>(panel, part, (inner, outer), len, start);
+                        all_rows::<1>(panel.turned::<1>(part), (inner, outer), len, start);
                     }
                 }
             }
@@ -160,24 +190,34 @@ mod avx512 {
         out
     }
 
-    /// Add the products of a panel to the outputs of all rows, in groups of nearly equal size.
+    /// Multiply all rows of a group by `P` · 16 outputs of `len` inputs, in groups of nearly equal size. Weights are
+    /// side by side for one input, and `step` apart for two.
+    ///
+    /// # Safety
+    /// The memory is there. `inner` and `outer` are the distances between two rows of `x`, and of `out`.
     #[target_feature(enable = "avx512f")]
-    unsafe fn all_rows<const P: usize>(panel: &Panel, group: Group, sizes: (usize, usize), len: usize, start: bool) {
+    pub unsafe fn all_rows<const P: usize>(
+        (group, step): (Group, usize),
+        sizes: (usize, usize),
+        len: usize,
+        start: bool,
+    ) {
         let mut done = 0;
         while done < group.rows {
             let left = group.rows - done;
             let rows = left.div_ceil(left.div_ceil(MOST_ROWS));
             let (x, out) = (group.x.wrapping_add(done * sizes.0), group.out.wrapping_add(done * sizes.1));
+            let part = Group { x, out, ..group };
             unsafe {
                 match rows {
-                    1 => some_rows::<1, P>(panel, x, out, sizes, len, start),
-                    2 => some_rows::<2, P>(panel, x, out, sizes, len, start),
-                    3 => some_rows::<3, P>(panel, x, out, sizes, len, start),
-                    4 => some_rows::<4, P>(panel, x, out, sizes, len, start),
-                    5 => some_rows::<5, P>(panel, x, out, sizes, len, start),
-                    6 => some_rows::<6, P>(panel, x, out, sizes, len, start),
-                    7 => some_rows::<7, P>(panel, x, out, sizes, len, start),
-                    _ => some_rows::<MOST_ROWS, P>(panel, x, out, sizes, len, start),
+                    1 => some_rows::<1, P>(part, step, sizes, len, start),
+                    2 => some_rows::<2, P>(part, step, sizes, len, start),
+                    3 => some_rows::<3, P>(part, step, sizes, len, start),
+                    4 => some_rows::<4, P>(part, step, sizes, len, start),
+                    5 => some_rows::<5, P>(part, step, sizes, len, start),
+                    6 => some_rows::<6, P>(part, step, sizes, len, start),
+                    7 => some_rows::<7, P>(part, step, sizes, len, start),
+                    _ => some_rows::<MOST_ROWS, P>(part, step, sizes, len, start),
                 }
             }
             done += rows;
@@ -186,22 +226,20 @@ mod avx512 {
 
     #[target_feature(enable = "avx512f")]
     unsafe fn some_rows<const R: usize, const P: usize>(
-        panel: &Panel,
-        x: *const f32,
-        out: *mut f32,
+        group: Group,
+        step: usize,
         (inner, outer): (usize, usize),
         len: usize,
         start: bool,
     ) {
         let mut sums = [[_mm512_setzero_ps(); P]; R];
-        let weights = panel.0.as_ptr();
         for k in 0..len {
             let mut w = [_mm512_setzero_ps(); P];
             for (p, w) in w.iter_mut().enumerate() {
-                *w = unsafe { _mm512_load_ps(weights.add((k * P + p) * LANES)) };
+                *w = unsafe { _mm512_loadu_ps(group.weight.add(k * step + p * LANES)) };
             }
             for (r, sums) in sums.iter_mut().enumerate() {
-                let one = _mm512_set1_ps(unsafe { *x.add(r * inner + k) });
+                let one = _mm512_set1_ps(unsafe { *group.x.add(r * inner + k) });
                 for (sum, w) in sums.iter_mut().zip(w) {
                     *sum = _mm512_fmadd_ps(one, w, *sum);
                 }
@@ -209,7 +247,7 @@ mod avx512 {
         }
         for (r, sums) in sums.iter().enumerate() {
             for (p, &sum) in sums.iter().enumerate() {
-                let at = out.wrapping_add(r * outer + p * LANES);
+                let at = group.out.wrapping_add(r * outer + p * LANES);
                 let all = if start { sum } else { _mm512_add_ps(unsafe { _mm512_loadu_ps(at) }, sum) };
                 unsafe { _mm512_storeu_ps(at, all) };
             }

@@ -89,7 +89,7 @@ async def in_process(folder: Path) -> AsyncIterator[World]:
     model = load_model(folder / "checkpoint")
     config = EngineConfig(max_sequences=MAX_SEQUENCES, context_tokens=CONTEXT_TOKENS, max_waiting=MAX_WAITING)
     views, store, hung = hf_views(model), DirectoryStore(folder / "store"), threading.Event()
-    engine = ReferenceEngine(model, version=initial_version(views), name="engine-0", config=config)
+    engine = ReferenceEngine(model, version=initial_version(views.items()), name="engine-0", config=config)
     following = WeightSync(engine, views, Follower(store), poll_s=0.01)
 
     def hang() -> None:

@@ -185,3 +185,24 @@ def test_a_run_with_vllm_engines_replays_the_routes_of_latent_models_within_the_
     fresh = [e["k3"] for e in steps if {*e["lag"]} == {"0"}]
     assert fresh, "sampled by the version that they train"
     assert max(fresh) <= budget_of("float32").k3
+
+
+@pytest.mark.slow
+def test_a_run_with_an_engine_of_two_ranks_trains_on_what_they_sampled_to_the_bit(
+    checkpoint: Path, game: Game, cli_in: Callable[[Path], Cli], tmp_path: Path
+) -> None:
+    wanted = {**SMALL, "start": checkpoint, "rl.steps": 3, "experience.max_lag": 0}
+    wanted |= {"engine.tensor_parallel": 2, "numerics.degree": 2}
+    settings = [f"{key}={value}" for key, value in wanted.items()] + ['fleet.engines=["reference"]']
+    settings.append('rewards.terms=[{name = "spread", weight = 0.1, kind = "spread:Spread"}]')
+    (tmp_path / "spread.py").write_text(SPREAD)
+    etude = cli_in(tmp_path)
+    ran = etude("run", game.config, "--name", "x", *(part for one in settings for part in ("--set", one)))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    events = list(read_events(tmp_path / "runs" / "x" / "events"))
+    probes = [e for e in events if e["kind"] == "engine.probe"]
+    assert {e["step"] for e in probes} == {0, 1, 2, 3}, "every version was adopted"
+    assert max(e["ratio_max"] for e in probes) == 0.0
+    steps = [e for e in events if e["kind"] == "rl.step" and e["num_sampled"]]
+    assert steps, "the weights changed"
+    assert max(e["fresh_ratio_max"] for e in steps) == 0.0

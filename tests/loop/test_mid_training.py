@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -27,34 +28,41 @@ def test_the_guides_commands_make_a_mid_trained_checkpoint_from_a_folder_of_text
     game: Game, tmp_path: Path, cli_in: Callable[[Path], Any]
 ) -> None:
     section = GUIDE[GUIDE.index("## Mid-training") :]
-    corpus, settings = re.findall(r"```toml\n(.*?)```", section, re.DOTALL)
-    (commands,) = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+    corpus, settings = re.findall(r"```toml\n(.*?)```", section, re.DOTALL)[:2]
+    commands = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)[0].splitlines()
+    (init,) = re.findall(r"`etude (init .*?)`", section)
     cli = cli_in(tmp_path)
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "base").symlink_to(game.start)
+    base_folder = tmp_path / "checkpoints" / "base"
+    shutil.copytree(game.start, base_folder)
+    (base_folder / "SHA256SUMS").unlink()
+    sizes = json.loads((base_folder / "config.json").read_text()) | {"max_position_embeddings": 512}
+    (base_folder / "config.json").write_text(json.dumps(sizes))  # the context of the config that `init` writes
     (tmp_path / "texts").mkdir()
     for i in range(40):
         lines = [f"Line {j} of text {i} is about the number {i * 37 + j * j}." for j in range(4)]
         (tmp_path / "texts" / f"{i}.md").write_text("\n".join(lines))
     (tmp_path / "corpus.toml").write_text(corpus.replace("<|endoftext|>", "<|end|>") + "\n[near]\nthreshold = 1.0\n")
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "config.toml").write_text(game.config.read_text() + settings)
+    assert cli(*init.split()).returncode == 0
+    with (tmp_path / "own" / "config.toml").open("a") as file:
+        file.write(settings)
 
-    build, dry, run = (line.removeprefix("etude ").split() for line in commands.splitlines())
+    assert commands[1] == "cd own"
+    build, dry, run = (line.removeprefix("etude ").split() for line in (commands[0], *commands[2:]))
     assert cli(*build, "--jobs", "1").returncode == 0
+    cli = cli_in(tmp_path / "own")
     asked = cli(*dry)
     assert asked.returncode == 0, asked.stderr
     long = next(one for one in Corpus.open(tmp_path / "corpus").manifest.phases if one.name == "long")
     assert f"phase 'long': {long.tokens:,} tokens, {2000 / long.tokens:.3g} times all of them" in asked.stderr
-    assert run[:2] == ["run", "own/config.toml"]
-    running = Running(cli, tmp_path / "own" / "config.toml").begin("learner.ranks=2")
+    assert run == ["run", "config.toml", "--name", "own"]
+    running = Running(cli, Path("config.toml")).begin("learner.ranks=2")
     try:
         running.in_phase("eval-before")
         assert running.interrupt(signal.SIGINT) == 130, running.said
     finally:
         running.stop()
     checkpoints = running.path / "checkpoints"
-    folders = (game.start, checkpoints / "start", checkpoints / "mid")
+    folders = (base_folder, checkpoints / "start", checkpoints / "mid")
     base, start, mid = (load_file(path / "model.safetensors") for path in folders)
     assert all((base[name] == start[name]).all() for name in base)
     assert base.keys() == mid.keys()

@@ -200,6 +200,19 @@ VARIANTS = {
     "qwen3.5-moe": variant(Qwen3_5MoeForCausalLM, QWEN35, 3),
     "deepseek-v3.2": variant(DeepseekV32ForCausalLM, DEEPSEEK32, 2),
     **(FURTHER := {
+        "qwen3-moe 128 experts": variant(Qwen3MoeForCausalLM, MOE, 2, num_experts=128, moe_intermediate_size=4, **MANY),
+        "olmoe 64 experts": variant(OlmoeForCausalLM, OLMOE, 2, num_experts=64, intermediate_size=4, **MANY),
+        "mixtral 8 experts": variant(
+            MixtralForCausalLM, MIXTRAL, 2, num_local_experts=8, **{**MANY, "num_experts_per_tok": 2}
+        ),
+        "deepseek-v3.2 256 experts": variant(
+            DeepseekV32ForCausalLM, DEEPSEEK32, 1, n_routed_experts=256, n_group=8, topk_group=4, n_shared_experts=1,
+            moe_intermediate_size=4, **MANY,
+        ),
+        "kimi k2's layout, 384 experts": variant(
+            DeepseekV3ForCausalLM, DEEPSEEK, 1, n_group=1, topk_group=1, n_routed_experts=384, n_shared_experts=1,
+            routed_scaling_factor=2.827, moe_intermediate_size=4, **MANY,
+        ),
         "qwen3-next gates as they are, tied, one dense layer, a key head for each value head, yarn": variant(
             Qwen3NextForCausalLM, NEXT, 2, norm_topk_prob=False, tie_word_embeddings=True, mlp_only_layers=[1],
             linear_num_key_heads=6, rope_parameters={**YARN, "partial_rotary_factor": 0.5},

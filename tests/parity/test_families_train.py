@@ -13,7 +13,8 @@ from tests.tiers import first_few
 
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
-from etude.models import ModelConfig, hf_views, load_model
+from etude.inference.weight_sync import WeightSync
+from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
 from etude.records import Batch, CompletionRequest, Sample, Sampling, Trace, Version
 from etude.records.rollout import Turn
 from etude.stores import MemoryStore
@@ -94,3 +95,37 @@ def test_it_learns_agrees_with_its_engine_and_is_published_to_the_bit(
     Target(Map(named(hf_views(serving)))).prepare(update, follower.tensors, undoable=False).apply()
     for name, view in hf_views(serving).items():
         assert torch.equal(view, hf_views(learner.model)[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_four_steps_of_rl_have_ratio_one_in_every_version(tmp_path: Path, name: str) -> None:
+    """The engine samples with what the learner published last, adopted while it serves."""
+    torch.set_num_threads(1)
+    save_model(Transformer(families.FAMILIES[name], seed=0), tmp_path / "start", dtype="f32")
+    learner = TorchLearner(LearnerConfig(lr=1e-2), channel=Channel(store := MemoryStore()))
+    learner.load(tmp_path / "start")
+
+    async def story() -> None:
+        model = load_model(tmp_path / "start")
+        async with ReferenceEngine(model, version=VERSION, config=EngineConfig(context_tokens=64)) as engine:
+            following = WeightSync(engine, hf_views(model), Follower(store))
+            learner.publish([])
+            for step in range(1, 5):
+                before = {name: view.clone() for name, view in hf_views(model).items()}
+                await asyncio.to_thread(following.step)
+                changed = sum(not torch.equal(before[name], view) for name, view in hf_views(model).items())
+                assert changed > (0 if step == 1 else len(before) // 2)
+                for name, view in hf_views(model).items():
+                    assert torch.equal(view, hf_views(learner.model)[name]), name
+                samples = tuple(await asyncio.gather(*(rollout(engine, 4 * step + n) for n in range(4))))
+                report = learner.forward_backward(
+                    Batch(batch_id=f"b{step}", step=step, samples=samples, rollout_ids=(), num_loss_tokens=48)
+                )
+                assert report.fresh_ratio_max == 0.0
+                assert report.flipped_share == 0.0
+                assert learner.optim_step()["grad_norm"] > 0
+                learner.publish([])
+
+    asyncio.run(story())
+    learner.close()

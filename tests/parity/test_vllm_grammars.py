@@ -92,7 +92,7 @@ def tell(vllm: VllmProcess, checkpoint: Path, tmp_path: Path) -> Callable[[Story
 @asynccontextmanager
 async def reference(checkpoint: Path) -> AsyncIterator[ReferenceEngine]:
     model, tokenizer = load_model(checkpoint), checkpoint / "tokenizer.json"
-    version = initial_version(hf_views(model))
+    version = initial_version(hf_views(model).items())
     async with ReferenceEngine(model, version=version, config=CONFIG, tokenizer=tokenizer) as engine:
         yield engine
 

@@ -12,7 +12,7 @@ from etude.cli.locations import console
 from etude.cli.progress import ProgressBar
 from etude.corpus import Corpus, build_corpus, check_corpus, read_corpus_config
 from etude.corpus.config import TokenizerConfig
-from etude.corpus.encoding import load_tokenizer, tokenizer_file
+from etude.corpus.encoding import read_tokenizer, tokenizer_file
 from etude.errors import Exit
 from etude.harness.tokenizer import SafeTokenizer
 
@@ -96,13 +96,13 @@ def _tokenizer(corpus: Corpus, path: Path | None) -> SafeTokenizer | None:
     own = corpus.manifest.tokenizer
     if not tokenizer_file(Path(own.path)).is_file():
         return None
-    tokenizer, facts = load_tokenizer(TokenizerConfig(Path(own.path), own.end))
-    return tokenizer if facts.sha256 == own.sha256 else None
+    tokenizer, sha256 = read_tokenizer(TokenizerConfig(Path(own.path), own.end))
+    return tokenizer if sha256 == own.sha256 else None
 
 
 def _load(corpus: Corpus, path: Path) -> SafeTokenizer:
-    tokenizer, facts = load_tokenizer(TokenizerConfig(path, corpus.manifest.tokenizer.end))
-    corpus.check_tokenizer(facts.sha256, path)
+    tokenizer, sha256 = read_tokenizer(TokenizerConfig(path, corpus.manifest.tokenizer.end))
+    corpus.check_tokenizer(sha256, path)
     return tokenizer
 
 

@@ -65,6 +65,11 @@ def _described(found: Inspection) -> dict[str, str]:
     if c is not None:
         lines["model"] = _sizes(c)
         lines["kv cache"] = f"{size(kv_bytes_token(c))} per token in bf16"
+        if c.yarn is not None and c.yarn.factor * c.yarn.original_tokens != c.context_tokens:
+            lines["remark"] = (
+                f"YaRN's factor {c.yarn.factor:g} times {c.yarn.original_tokens} tokens is not the "
+                f"{c.context_tokens} of max_position_embeddings, which is the context"
+            )
     if found.tensors:
         files = {tensor.file for tensor in found.tensors.values()}
         kinds = Counter(tensor.dtype for tensor in found.tensors.values())

@@ -287,9 +287,9 @@ def _layout(args: argparse.Namespace, config: RunConfig, steps: MeasuredSteps | 
 
 
 def _devices(config: RunConfig) -> int:
-    """The largest number of devices that an engine uses, from the parallel sizes in its arguments."""
+    """The largest number of devices that an engine uses, from engine.tensor_parallel or the sizes in its arguments."""
     foreign = set(config.fleet.engines) - {EngineKind.REFERENCE}
-    return max((devices_of(config.foreign(kind).arguments) for kind in foreign), default=1)
+    return max((devices_of(config.foreign(kind).arguments) for kind in foreign), default=config.engine.tensor_parallel)
 
 
 def _engine_capacity(config: RunConfig) -> tuple[int, int]:

@@ -54,12 +54,7 @@ class Chats(Lines):
         """Raise `ConfigError` if the corpus has another tokenizer than the checkpoint of the chats.
 
         `sha256`: the SHA-256 of the corpus's tokenizer.json."""
-        path = self.checkpoint / "tokenizer.json"
-        found = file_digest(path) if path.is_file() else "none"
-        if found != sha256:
-            facts = f"the SHA-256 of {path} is {found[:12]}, that of tokenizer.path {sha256[:12]}"
-            hint = "set tokenizer.path to the checkpoint of the chats"
-            raise ConfigError("the checkpoint of the chats has another tokenizer than the corpus", facts, hint=hint)
+        check_tokenizer(self.checkpoint, sha256, noun="checkpoint of the chats")
 
     def pieces(self) -> list[list[Any]]:
         """Divide the files into pieces that can be read in parallel.
@@ -113,6 +108,18 @@ class Chats(Lines):
         if not any(message["role"] == "assistant" for message in plain):
             raise _Bad("no-answer")
         return self._chat.render_chat(plain, signatures)
+
+
+def check_tokenizer(folder: Path, sha256: str, *, noun: str) -> None:
+    """Raise `ConfigError` if the tokenizer.json in a folder does not have this SHA-256, that of the corpus's tokenizer.
+
+    `noun`: what the folder is, in the error."""
+    path = folder / "tokenizer.json"
+    found = file_digest(path) if path.is_file() else "none"
+    if found != sha256:
+        facts = f"the SHA-256 of {path} is {found[:12]}, that of tokenizer.path {sha256[:12]}"
+        hint = f"set tokenizer.path to {folder}"
+        raise ConfigError(f"the {noun} has another tokenizer than the corpus", facts, hint=hint)
 
 
 def _message(message: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ SOURCES: Mapping[str, str] = MappingProxyType(
         "git": "etude.corpus.git:Git",
         "jsonl": "etude.corpus.sources:Jsonl",
         "parquet": "etude.corpus.sources:Parquet",
+        "rollouts": "etude.corpus.rollouts:Rollouts",
     }
 )
 """The import paths of the built-in document sources, by name."""
@@ -126,8 +127,8 @@ class FimConfig:
 class PhaseConfig:
     """A `[[phases]]` table: a part of mid-training with its own mixture.
 
-    `tokens`: the number of tokens of the phase. `mix`: the share of each source in them, relative to each other (empty:
-    the sources' `weight`)."""
+    `tokens`: the least number of tokens of the phase. Documents are taken whole: the last one of each source may exceed
+    it. `mix`: the share of each source in them, relative to each other (empty: the sources' `weight`)."""
 
     name: str
     tokens: int = ranged(0, low=1)

@@ -9,7 +9,10 @@ one segment, anywhere and in any order. There are two views of a text:
 - Prose: lower-case words.
 
 Held-out prose is compared by words only, held-out code by lexer tokens only. Both kinds of comments, `#` and `//`,
-are tried if a text has both. A document with the sentinels of public tokenizers is put in order first."""
+are tried if a text has both. A document with the sentinels of public tokenizers is put in order first.
+
+The n-grams of `embedded` code are added to those of a document: code in docstrings (a cut may open one, which then
+hides what follows), in comments, diffs, prompts and escaped strings."""
 
 from __future__ import annotations
 
@@ -28,7 +31,9 @@ from etude.corpus.hashes import FACTOR, U64, codes, mixed, rolling, text_key
 from etude.corpus.tokens import Membership, Tokens
 
 CODE_GRAM, CODE_SEGMENT = 12, 64
-PROSE_GRAM, PROSE_SEGMENT = 8, 48
+PROSE_GRAM, PROSE_SEGMENT = 4, 48  # a changed word changes 4 n-grams
+MIN_CODE, MIN_PROSE = 12, 12
+"""A segment has at least so many n-grams; a text without one is too short to be found."""
 MIN_RUN = 4
 """A document's n-grams count for a segment in runs of at least so many: single ones are idioms of the language."""
 MIN_DISTINCT = 0.8
@@ -39,6 +44,15 @@ _STRINGS = r"""'(?:[^'\\\n]|\\.){0,400}'|"(?:[^"\\\n]|\\.){0,400}"|`[^`\n]{0,400
 _DOC = r""":\s*\n\s*[rR]?(?:\"\"\"[^"]*\"\"\"|'{3}[^']*'{3})"""  # with the colon before it
 _HASH = re.compile(rf"(\#[^\n]*|{_DOC}|{_STRINGS})")  # each alternative begins with a character: `re` is fast then
 _SLASH = re.compile(rf"(//[^\n]*|/\*[\s\S]{{0,4000}}?\*/|{_DOC}|{_STRINGS})")
+_BODY = re.compile(_DOC)
+_MIN_BODY = 80
+"""Characters of the shortest docstring in which code is searched for."""
+_MARK = re.compile(r"^[ \t]*(?:(?:>>>|\.\.\.|[+>|*]|#+|//+)[ \t]?)*", re.MULTILINE)  # of a comment, diff or prompt
+_MARKS = ("#", "+", ">", "...", "//", "|", "*")
+_QUOTES = re.compile(r"^[ \t]*[\"']|[\"'],?[ \t]*$", re.MULTILINE)  # around an escaped line
+_ESCAPED = re.compile(r"\\(?:n(?:[\"'],?\s*[\"'])?|(.))")
+_MIN_LINES = 3
+"""Embedded code is searched for in so many consecutive lines, or in a line with so many escaped line breaks."""
 _HEADING = re.compile(r"""\A(?:\s|\#[^\n]*\n)*[rR]?(?:\"\"\"[^"]*\"\"\"|'{3}[^']*'{3})""")
 # fmt: off
 _KEYWORDS = frozenset((
@@ -94,6 +108,44 @@ def code_of(text: str, tokens: Tokens) -> list[Code]:
     if slashes:
         views.append(_without(_SLASH.split(text), tokens))
     return views
+
+
+def embedded(text: str) -> str:
+    """Return the code that may stand in docstrings, comments, diffs, prompts and escaped strings, without what marks it
+    there. It can be searched with `code_of`: it has no triple quotes, which would hide a part.
+
+    >>> embedded("x = 1\\n# def f():\\n#     y = 2\\n#     return y\\n")
+    'def f():\\n    y = 2\\n    return y'
+    >>> embedded(r'{"text": "def f():\\n    y = 2\\n    return y\\n"}')
+    '{"text": "def f():\\n    y = 2\\n    return y\\n"}'
+    """
+    found = [body for body in _BODY.findall(text) if len(body) >= _MIN_BODY]
+    marked, quoted = list[str](), list[str]()
+
+    def take() -> None:
+        if len(marked) >= _MIN_LINES:
+            found.append(_MARK.sub("", "\n".join(marked)))
+        if len(quoted) >= _MIN_LINES:
+            found.append(_unescaped("\n".join(quoted)))
+        marked.clear()
+        quoted.clear()
+
+    for line in text.split("\n"):
+        bare = line.lstrip()
+        if bare.startswith(_MARKS):
+            marked.append(line)
+        elif bare[:1] in ("'", '"') and (quoted or "\\n" in bare):  # the last one may have no line break
+            quoted.append(line)
+        else:
+            take()
+            if "\\n" in line and line.count("\\n") >= _MIN_LINES:
+                found.append(_unescaped(line))
+    take()
+    return "\n".join(found).replace('"""', " ").replace("'''", " ")
+
+
+def _unescaped(lines: str) -> str:
+    return _ESCAPED.sub(lambda match: match[1].replace("t", " ") if match[1] else "\n", _QUOTES.sub("", lines))
 
 
 def _without(parts: Sequence[str], tokens: Tokens) -> Code:
@@ -152,7 +204,7 @@ def code_grams(code: Code, width: int = CODE_GRAM) -> U64:
 
 
 def prose_grams(text: str) -> U64:
-    """Return a hash for each window of 8 words in lower case: uint64 [W - 7] for a text of W words."""
+    """Return a hash for each window of 4 words in lower case: uint64 [W - 3] for a text of W words."""
     words = Tokens.of(text.lower(), underscores=False)
     hashes = words.hashes_T[words.is_word_T]
     return rolling(hashes, PROSE_GRAM) if len(hashes) >= PROSE_GRAM else np.zeros(0, np.uint64)
@@ -253,8 +305,10 @@ class HeldOutIndex:
         ordered = joined(text)
         if self.has_code:
             known = Tokens.of(ordered) if tokens is None or ordered != text else tokens
+            inside = embedded(ordered)
+            added = [code_grams(code) for code in code_of(inside, Tokens.of(inside))] if inside else []
             for code in code_of(ordered, known):
-                if (name := self._hit(code_grams(code))) is not None:
+                if (name := self._hit(_separate([code_grams(code), *added]))) is not None:
                     return name
         return self._hit(prose_grams(ordered)) if self.has_prose else None
 
@@ -306,6 +360,11 @@ class HeldOutIndex:
             return cls(*arrays, names, (), has_code=has_code, has_prose=has_prose)
 
 
+def _separate(parts: Sequence[U64]) -> U64:
+    """Join n-grams of several views, with a 0 after each, so that no run goes from one into the next."""
+    return np.concatenate([np.append(part, np.uint64(0)) for part in parts])
+
+
 def _need(num_grams: int, width: int) -> int:
     """Return how many n-grams of a segment a contaminated document has: half, or what two cuts leave, but a third."""
     return max(-(-num_grams // 3), min(num_grams - 2 * (width - 1), -(-num_grams // 2)))
@@ -313,7 +372,7 @@ def _need(num_grams: int, width: int) -> int:
 
 def _segments(text: HeldOutText) -> Iterator[U64]:
     """Yield the distinct n-grams of each segment of a text: half of a segment overlaps with the next."""
-    gram, size = (PROSE_GRAM, PROSE_SEGMENT) if text.is_prose else (CODE_GRAM, CODE_SEGMENT)
+    gram, size, least = (PROSE_GRAM, PROSE_SEGMENT, MIN_PROSE) if text.is_prose else (CODE_GRAM, CODE_SEGMENT, MIN_CODE)
     source = text.text if text.is_prose else _HEADING.sub("", text.text)
     views = [prose_grams(source)] if text.is_prose else map(code_grams, code_of(source, Tokens.of(source)))
     for grams in views:
@@ -321,5 +380,5 @@ def _segments(text: HeldOutText) -> Iterator[U64]:
         for start in range(0, max(1, len(grams) - width // 2), width // 2):
             part = grams[start : start + width]
             distinct = np.unique(part[part != 0])
-            if len(part) >= gram and len(distinct) >= MIN_DISTINCT * len(part):
+            if len(part) >= least and len(distinct) >= MIN_DISTINCT * len(part):
                 yield distinct

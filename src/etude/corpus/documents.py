@@ -23,13 +23,16 @@ class Document(msgspec.Struct, frozen=True):
 
     - `said` is only for chats: the (first, last + 1) character of each answer of the assistant, in order. The text of a
       chat is rendered by `ChatFormat`, and special tokens in it are encoded as such. In any other document, they are
-      encoded as ordinary text."""
+      encoded as ordinary text.
+    - `token_ids` is only for recorded rollouts: the ids as they were sampled, which are not encoded again. `said` then
+      counts tokens, and `text` is what the ids decode to, for filters."""
 
     id: str
     text: str
     path: str = ""
     licence: str = ""
     said: tuple[tuple[int, int], ...] = ()
+    token_ids: tuple[int, ...] = ()
 
 
 class Dropped(msgspec.Struct, frozen=True):
@@ -59,6 +62,15 @@ class DividedSource(DocumentSource, Protocol):
 
     def read(self, piece: Any) -> Iterator[Document | Dropped]:
         """Yield the documents of a piece. `documents` must yield the documents of all pieces, in order."""
+        ...
+
+
+@runtime_checkable
+class OfTokenizer(Protocol):
+    """A source whose documents need a certain tokenizer."""
+
+    def check_tokenizer(self, sha256: str) -> None:
+        """Raise `ConfigError` if this is not the SHA-256 of the tokenizer.json that the documents need."""
         ...
 
 

@@ -49,7 +49,8 @@ class Duplicates:
                 return cls(file["earlier"], file["is_exact"])
         earlier = _exact(pieces.exact_N2)
         is_exact = earlier >= 0
-        unique = np.flatnonzero(~is_exact)
+        is_compared = ~is_exact & ~pieces.is_recorded_N  # rollouts of a task have its prompt in common
+        unique = np.flatnonzero(is_compared)
 
         @functools.lru_cache(_CACHED_SHINGLES)
         def shingles_of(index: int) -> U64:
@@ -58,7 +59,7 @@ class Duplicates:
             return shingles(piece.text(place))
 
         if len(unique):
-            pairs = candidate_pairs(_signatures(pieces, ~is_exact), threshold)
+            pairs = candidate_pairs(_signatures(pieces, is_compared), threshold)
             near = near_duplicates(len(unique), pairs, shingles_of, threshold)
             earlier[unique[near >= 0]] = unique[near[near >= 0]]
         scratch = path.with_name("duplicates.tmp.npz")

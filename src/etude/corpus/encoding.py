@@ -52,8 +52,24 @@ class Encoder:
         for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
             ids.append(self.tokenizer.encode_rendering(text[start:stop]))
             marks.append(np.full(len(ids[-1]), number % 2 == 1))
-        tokens = np.concatenate(ids).astype(np.uint32)
-        marked = np.concatenate(marks)
+        return self._ended(np.concatenate(ids).astype(np.uint32), np.concatenate(marks))
+
+    def mark_recorded(
+        self, token_ids: npt.NDArray[np.uint32], said: Sequence[tuple[int, int]]
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
+        """Return the token ids of a recorded rollout with the end token, [T] uint32, and which of them the policy said,
+        [T] bool.
+
+        `said`: the (first, last + 1) token of each answer."""
+        marked = np.zeros(len(token_ids), np.bool_)
+        for start, stop in said:
+            marked[start:stop] = True
+        return self._ended(token_ids, marked)
+
+    def _ended(
+        self, tokens: npt.NDArray[np.uint32], marked: npt.NDArray[np.bool_]
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
+        """Append the end token, unless it is the last one."""
         if not len(tokens) or tokens[-1] != self.facts.end_id:
             tokens, marked = np.append(tokens, np.uint32(self.facts.end_id)), np.append(marked, np.False_)
         return tokens, marked

@@ -7,6 +7,8 @@ import zlib
 from collections import Counter
 from dataclasses import dataclass
 
+import msgspec
+
 from etude.corpus.config import CorpusConfig, QualityConfig, Secrets
 from etude.corpus.documents import Document
 from etude.corpus.licences import UNKNOWN, header_licence, is_allowed
@@ -40,9 +42,11 @@ class Filtered:
 
 
 def filtered(document: Document, config: CorpusConfig) -> Filtered:
-    """Apply all filters to a document. A kept document has its own licence: that of its header, if there is one."""
+    """Apply all filters to a document. A kept document has its own licence: that of its header, if there is one.
+
+    A recorded rollout was judged by its reward, not by its quality as a text."""
     reason = generated_problem(document) or quality_problem(document.text, config.quality)
-    if reason:
+    if reason and not document.token_ids:
         return Filtered(None, reason)
     licence = header_licence(document.text) or document.licence or UNKNOWN
     if config.licences and not is_allowed(licence, config.licences):
@@ -51,7 +55,7 @@ def filtered(document: Document, config: CorpusConfig) -> Filtered:
     if found and (config.secrets is Secrets.DROP or document.said):  # in a chat, the answers would move
         return Filtered(None, "secret")
     text = redact(document.text, found) if found else document.text
-    kept = Document(document.id, text, document.path, licence, document.said)
+    kept = msgspec.structs.replace(document, text=text, licence=licence)
     return Filtered(kept, secrets=tuple(sorted({kind for kind, *_ in found})))
 
 

@@ -4,8 +4,9 @@ A finished piece is a folder that is renamed into place, so after a kill it is c
 and texts that are only appended to, so memory does not grow with the piece:
 
 - `text.bin`: the texts, one after another. `provenance.bin`: a JSON object for each document.
-- `said.bin`: of chats, the first and the last + 1 character of each answer, int64 [S, 2].
-- `index.bin`: for each document the ends of all three, int64 [N, 3].
+- `said.bin`: of chats, the first and the last + 1 character of each answer, int64 [S, 2]; of rollouts, the tokens.
+- `recorded.bin`: of rollouts, the token ids, uint32.
+- `index.bin`: for each document the ends of all four, int64 [N, 4].
 - `exact.bin`: SHA-256 of the normalised text, shortened to 128 bits, uint64 [N, 2].
 - `signatures.bin`: MinHash signatures, uint32 [N, 128]. `counts.json`: counts and examples of drops."""
 
@@ -28,18 +29,18 @@ import numpy as np
 import numpy.typing as npt
 
 from etude import progress
-from etude.corpus.chats import Chats
 from etude.corpus.config import CorpusConfig
 from etude.corpus.contamination import HeldOutIndex
-from etude.corpus.documents import MAX_BYTES, DividedSource, Document, DocumentSource, Dropped
+from etude.corpus.documents import MAX_BYTES, DividedSource, Document, DocumentSource, Dropped, OfTokenizer
 from etude.corpus.encoding import Encoder, read_tokenizer
 from etude.corpus.filters import filtered
 from etude.corpus.near import NUM_HASHES, shingles_of, signature
 from etude.corpus.tokens import Tokens
 from etude.plugins import Kind, bounded, called, make, unusable
 
-WORK_FORMAT = 2
-"""The format of the files in `work`: a build does not continue with those of another one."""
+WORK_FORMAT = 4
+"""The format of the files in `work`, and the filters that they passed: a build does not continue with those of another
+one."""
 EXAMPLES = 5
 """Number of examples of each reason that are kept."""
 NEXT_S = 600.0
@@ -122,8 +123,10 @@ def read_piece(config: CorpusConfig, job: Job, folder: Path, heldout: HeldOutInd
     with _new_folder(folder) as scratch:
         if scratch is None:
             return
-        counts, ends = Counts(), np.zeros(3, "<i8")
-        names = ("text.bin", "provenance.bin", "said.bin", "index.bin", "exact.bin", "signatures.bin")
+        counts, ends = Counts(), np.zeros(4, "<i8")
+        names = (
+            "text.bin", "provenance.bin", "said.bin", "recorded.bin", "index.bin", "exact.bin", "signatures.bin",
+        )  # fmt: skip
         with contextlib.ExitStack() as stack:
             files = [stack.enter_context((scratch / name).open("wb")) for name in names]
             for document, tokens in _kept(config, job, heldout, counts):
@@ -137,10 +140,12 @@ def read_piece(config: CorpusConfig, job: Job, folder: Path, heldout: HeldOutInd
                     }
                 )
                 said = np.array(document.said, "<i8").tobytes()
-                ends += [len(data), len(meta), len(document.said)]
+                recorded = np.array(document.token_ids, "<u4").tobytes()
+                ends += [len(data), len(meta), len(document.said), len(document.token_ids)]
                 exact = hashlib.sha256(normalised(document.text).encode()).digest()[:16]
                 signed = signature(shingles_of(tokens)).astype("<u4").tobytes()
-                for file, part in zip(files, (data, meta, said, ends.tobytes(), exact, signed), strict=True):
+                parts = (data, meta, said, recorded, ends.tobytes(), exact, signed)
+                for file, part in zip(files, parts, strict=True):
                     file.write(part)
                 counts.bytes += len(data)
                 counts.licences[document.licence] = counts.licences.get(document.licence, 0) + 1
@@ -206,7 +211,8 @@ def _sound(document: Document | Dropped) -> Document | Dropped:
     except UnicodeEncodeError:
         return Dropped(document.id.encode("utf-8", "replace").decode(), "not-utf-8")
     places = [place for span in document.said for place in span]
-    if places != sorted(places) or (places and not 0 <= places[0] <= places[-1] <= len(document.text)):
+    length = len(document.token_ids or document.text)
+    if places != sorted(places) or (places and not 0 <= places[0] <= places[-1] <= length):
         return Dropped(document.id, "bad-answers")
     return document
 
@@ -235,10 +241,10 @@ class Piece:
 
     @cached_property
     def ends(self) -> npt.NDArray[np.int64]:
-        """[N + 1, 3] int64: the offsets at which text, provenance and answers of each document begin; the last row has
-        their ends."""
-        ends = np.fromfile(self.folder / "index.bin", "<i8").reshape(-1, 3)
-        return np.concatenate([np.zeros((1, 3), np.int64), ends])
+        """[N + 1, 4] int64: the offsets at which text, provenance, answers and recorded tokens of each document begin;
+        the last row has their ends."""
+        ends = np.fromfile(self.folder / "index.bin", "<i8").reshape(-1, 4)
+        return np.concatenate([np.zeros((1, 4), np.int64), ends])
 
     def __len__(self) -> int:
         return len(self.ends) - 1
@@ -268,13 +274,18 @@ class Piece:
         return self._part("provenance.bin", index, 1)
 
     def said(self, index: int) -> list[tuple[int, int]]:
-        """Return the (first, last + 1) character of each answer of the assistant in a chat; an empty list for any other
-        document."""
+        """Return the (first, last + 1) character of each answer in a chat, or token in a recorded rollout; empty for
+        any other document."""
         start, stop = self.ends[index : index + 2, 2].tolist()
         if start == stop:
             return []
         found = np.fromfile(self.folder / "said.bin", "<i8", 2 * (stop - start), offset=16 * start)
         return [(int(first), int(last)) for first, last in found.reshape(-1, 2)]
+
+    def recorded(self, index: int) -> npt.NDArray[np.uint32]:
+        """Return the token ids of a recorded rollout, [T] uint32; of any other document none."""
+        start, stop = self.ends[index : index + 2, 3].tolist()
+        return np.fromfile(self.folder / "recorded.bin", "<u4", stop - start, offset=4 * start)
 
     def key(self, index: int) -> str:
         """Return the source and the id of a document, as one text."""
@@ -305,7 +316,10 @@ def encode_piece(piece: Piece, kept: npt.NDArray[np.bool_], folder: Path, encode
                 if kept[index]:
                     key = piece.key(index)
                     progress.begin(f"encoding document {key}")
-                    if said := piece.said(index):
+                    said, recorded = piece.said(index), piece.recorded(index)
+                    if len(recorded):
+                        ids, marked = encoder.mark_recorded(recorded, said)
+                    elif said:
                         ids, marked = encoder.encode_chat(piece.text(index), said)
                     else:
                         ids = encoder.encode(piece.text(index), key)
@@ -346,7 +360,7 @@ class EncodedPiece:
 def pieces_of(config: CorpusConfig, source: int) -> list[Any]:
     """Return the pieces of a source: [None] for one that is not divided."""
     opened = open_source(config, source)
-    if isinstance(opened, Chats):
+    if isinstance(opened, OfTokenizer):
         opened.check_tokenizer(read_tokenizer(config.tokenizer)[1])
     if not isinstance(opened, DividedSource):
         return [None]
@@ -386,6 +400,11 @@ class Pieces:
         """Return the piece of a document, and the document's position in it."""
         number = int(np.searchsorted(self._firsts, document, "right")) - 1
         return self._pieces[number], document - int(self._firsts[number])
+
+    @property
+    def is_recorded_N(self) -> npt.NDArray[np.bool_]:
+        """Whether each document is a recorded rollout: bool [N]."""
+        return np.concatenate([np.zeros(0, np.bool_), *(np.diff(piece.ends[:, 3]) > 0 for piece in self._pieces)])
 
     @property
     def exact_N2(self) -> npt.NDArray[np.uint64]:

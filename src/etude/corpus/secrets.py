@@ -1,14 +1,16 @@
-"""Finds secrets in texts: private keys, tokens of known services, passwords in URLs and in assignments.
+"""Finds secrets in texts: private keys, tokens of known services, passwords in URLs, headers and assignments.
 
 Tokens of services have a fixed prefix, so a match is almost certainly one. The patterns begin with a fixed text where
 they can: `re` then searches at the speed of `str.find`. An assigned value is a secret if it looks random: at least 3.2
-bits per character, with letters and digits. Placeholders such as "AKIAIOSFODNN7EXAMPLE" are none.
+bits per character, with letters and digits. Without quotes, as in .env, YAML and .netrc files, it must not look like a
+name, such as "token_2" or "sha256.digest". Placeholders such as "AKIAIOSFODNN7EXAMPLE" are none.
 
 `detect-secrets` was weighed: it reads files line by line with some 25 detectors, needs requests and PyYAML, and its
 detectors of random strings report hashes in code as secrets."""
 
 from __future__ import annotations
 
+import binascii
 import math
 import re
 from collections import Counter
@@ -16,6 +18,7 @@ from collections.abc import Iterator
 
 REDACTED = "<REDACTED>"
 _MIN_BITS = 3.2
+_HEADER = r"(?i:authorization)[\"']?\s{0,4}[:=,]\s{0,4}f?[\"']?"
 _PATTERNS = (  # (kind, texts of which one is in every match, pattern; its group "value" is the secret, or all of it)
     (
         "private-key",
@@ -24,6 +27,20 @@ _PATTERNS = (  # (kind, texts of which one is in every match, pattern; its group
         r"(?:-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----)?",
     ),
     ("aws-key-id", ("AKIA", "ASIA"), r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"),
+    (
+        "aws-secret",
+        ("SECRET", "secret", "Secret"),
+        r"(?i:aws)[\w.-]{0,20}(?i:secret)[\w.-]{0,20}[\"']?\s{0,4}[:=]\s{0,4}[\"']?"
+        r"(?P<value>[A-Za-z0-9/+]{40})(?![A-Za-z0-9/+=])",
+    ),
+    (
+        "azure-key",
+        ("Key=",),
+        r"\b(?:Account|SharedAccess)Key=(?P<value>[A-Za-z0-9+/]{86}==|[A-Za-z0-9+/]{43}=)",
+    ),
+    ("telegram-token", (":AA",), r":AA(?<=[0-9]{8}:AA)[A-Za-z0-9_-]{32,33}(?![A-Za-z0-9_-])"),
+    ("twilio-key", ("SK",), r"SK(?<=\bSK)[0-9a-f]{32}\b"),
+    ("digitalocean-token", ("_v1_",), r"\bdo[opr]_v1_[0-9a-f]{64}\b"),
     ("github-token", ("ghp_", "gho_", "ghu_", "ghs_", "ghr_"), r"\bgh[pousr]_[A-Za-z0-9]{36,255}\b"),
     ("github-token", ("github_pat_",), r"\bgithub_pat_[A-Za-z0-9_]{60,255}\b"),
     ("gitlab-token", ("glpat-",), r"\bglpat-[A-Za-z0-9_-]{20,64}"),
@@ -44,20 +61,40 @@ _PATTERNS = (  # (kind, texts of which one is in every match, pattern; its group
     (
         "password-in-url",
         ("://",),
-        r"://(?<=[a-z0-9+.-]://)[^\s/:@'\"<>{}$]{1,64}:(?P<value>[^\s/:@'\"<>{}$]{6,128})@",
+        r"://(?<=[a-z0-9+.-]://)[^\s/:@'\"<>{}$]{0,64}:(?P<value>[^\s/:@'\"<>{}$]{5,128})@",
+    ),
+    (
+        "authorization",
+        ("uthorization", "UTHORIZATION"),
+        rf"{_HEADER}(?i:bearer|token)\s{{1,4}}(?P<value>[A-Za-z0-9+/._~=-]{{12,2000}})(?![\w{{(%])",
+    ),
+    (
+        "basic-authorization",
+        ("uthorization", "UTHORIZATION"),
+        rf"{_HEADER}(?i:basic)\s{{1,4}}(?P<value>[A-Za-z0-9+/]{{8,2000}}={{0,2}})",
+    ),
+    (
+        "netrc-password",
+        ("machine ", "machine\t", "machine\n"),
+        r"machine(?<=\bmachine)\s{1,8}\S{1,200}\s{1,8}login\s{1,8}\S{1,200}\s{1,8}password\s{1,8}(?P<value>[^\s{}<>$]{5,200})",
     ),
 )
 _ALWAYS = {"private-key", "password-in-url"}
 _VALUE = re.compile(r"[:=>]\s{0,4}[\"'](?P<value>[^\s\"'<>{}$%()]{12,256})[\"']")
-_ASSIGNED = re.compile(
-    r"(?i)(?:passw(?:or)?d|passphrase|secret|token|api_?key|access_?key|auth_?key|private_?key|credential)s?"
-    r"[\w.-]{0,40}[\"']?\]?\s{0,4}(?::=|=>|[:=])\Z"
+_NAMES = r"(?:passw(?:or)?d|passphrase|secret|token|api_?key|access_?key|auth_?key|private_?key|credential)s?"
+_ASSIGNED = re.compile(rf"(?i){_NAMES}[\w.-]{{0,40}}[\"']?\]?\s{{0,4}}(?::=|=>|[:=])\Z")
+_BARE_VALUE = re.compile(
+    r"[:=][ \t]{0,4}(?P<value>(?=[^\s0-9]{0,255}[0-9])"
+    r"[^\s\"'`<>{}()\[\],;$=][^\s\"'`<>{}()\[\],;]{7,255})(?!\S)"
 )
+_BARE_ASSIGNED = re.compile(rf"(?i)(?:^|\s)[\w.-]{{0,60}}(?:{_NAMES}|pwd|secret_?key|account_?key)[ \t]{{0,4}}\Z")
+_NAME = re.compile(r"(?:[A-Za-z]*\d{0,3}|v?\d+|0x[0-9a-fA-F]+)(?:[-_.:/@](?:[A-Za-z]*\d{0,3}|v?\d+))*")
+"""A value that is a name, a version, a path or a number: its digits are at the ends of its words."""
 _BEFORE_CHARS = 80  # that `_ASSIGNED` may match before a value
 _COMPILED = tuple((kind, anchors, re.compile(pattern)) for kind, anchors, pattern in _PATTERNS)
 _PLACEHOLDER = re.compile(
     r"(?i)example|placeholder|changeme|dummy|redacted|your[_-]|xxxx|\*\*\*|\.\.\.|0123456789|1234567890|^(?:password|passwd|"
-    r"secret|username|hunter2)$"
+    r"secret|username|hunter2|admin|guest|postgres|passw|pass\d|QWxhZGRpbjpvcGVuIHNlc2FtZQ==)$|^Eby8vdM02xNOcqFlqUwJPLlm"
 )
 
 
@@ -73,16 +110,44 @@ def find_secrets(text: str) -> Iterator[tuple[str, int, int]]:
         if any(anchor in text for anchor in anchors):
             group: str | int = "value" if "value" in pattern.groupindex else 0
             for match in pattern.finditer(text):
-                value = match[group]
-                if not _PLACEHOLDER.search(value) and (kind in _ALWAYS or _bits(value) > 2.5):
+                if _is_secret(kind, match[group]):
                     yield kind, *match.span(group)
     for match in _VALUE.finditer(text):
         value, start = match["value"], match.start()
         if not _ASSIGNED.search(text[max(0, start - _BEFORE_CHARS) : start + 1]):
             continue
-        mixed = any(c.isdigit() for c in value) and any(c.isalpha() for c in value)
-        if mixed and _bits(value) >= _MIN_BITS and not _PLACEHOLDER.search(value):
+        if _is_mixed(value) and _bits(value) >= _MIN_BITS and not _PLACEHOLDER.search(value):
             yield "assigned-secret", *match.span("value")
+    for match in _BARE_VALUE.finditer(text):
+        start = match.start()
+        if _BARE_ASSIGNED.search(text[max(0, start - _BEFORE_CHARS) : start]) and _is_bare_secret(match["value"]):
+            yield "assigned-secret", *match.span("value")
+
+
+def _is_secret(kind: str, value: str) -> bool:
+    """Return whether what a pattern found is a secret and no placeholder."""
+    if _PLACEHOLDER.search(value):
+        return False
+    if kind == "basic-authorization":
+        try:
+            _, _, password = binascii.a2b_base64(value).decode("latin-1").partition(":")
+        except binascii.Error:
+            return False
+        return bool(password) and not _PLACEHOLDER.search(password)
+    if kind in ("authorization", "netrc-password"):
+        return not _NAME.fullmatch(value)
+    return kind in _ALWAYS or _bits(value) > 2.5
+
+
+def _is_bare_secret(value: str) -> bool:
+    """Return whether a value without quotes is a secret. It could also be a name, a path or an expression."""
+    if value[0] in "./~" or "://" in value or not _is_mixed(value) or _NAME.fullmatch(value):
+        return False
+    return _bits(value) > 2.5 and not _PLACEHOLDER.search(value)
+
+
+def _is_mixed(value: str) -> bool:
+    return any(c.isdigit() for c in value) and any(c.isalpha() for c in value)
 
 
 def redact(text: str, found: list[tuple[str, int, int]]) -> str:

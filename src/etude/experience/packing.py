@@ -32,13 +32,14 @@ Read = Callable[[RolloutSummary], Rollout]
 """Reads the full rollout of a summary: `RolloutFiles.read`."""
 
 
-def paths(trace: Trace, num_context: int = 0) -> Iterator[Path]:
+def paths(trace: Trace, num_context: int = 0, *, learns: Callable[[Turn], bool] | None = None) -> Iterator[Path]:
     """Yield every path of a trace from root to leaf.
 
     Each sampled token is in the loss of exactly one path. A later path that shares turns with an earlier one (a
-    summary, a sub-agent) has these turns as context only. The tokens of turns for which `trained` returns False are in
-    no loss, nor are those of the first `num_context` turns."""
-    seen = {at for at, turn in enumerate(trace.turns) if at < num_context or not trained(turn)}
+    summary, a sub-agent) has these turns as context only. The tokens of turns for which `learns` returns False (None:
+    `trained`) are in no loss, nor are those of the first `num_context` turns."""
+    learns = trained if learns is None else learns
+    seen = {at for at, turn in enumerate(trace.turns) if at < num_context or not learns(turn)}
     for leaf in trace.leaves():
         chain, path = trace.chain(leaf), trace.path(leaf)
         yield (

@@ -47,6 +47,9 @@ _SCHEMA_4 = pa.schema([field for field in SCHEMA if field.name != "hints"])
 _SCHEMA_3 = pa.schema([field for field in _SCHEMA_4 if field.name not in ("start", "num_cached")])
 _SCHEMA_2 = _SCHEMA_3.set(_SCHEMA_3.get_field_index("sampling"), pa.field("sampling", pa.struct(SAMPLING_2)))
 _SCHEMAS = {2: _SCHEMA_2, 3: _SCHEMA_3, 4: _SCHEMA_4, FORMAT: SCHEMA}
+_WITHOUT_ROUTES = {1: ["rollout_id"]} | {
+    number: [name for name in schema.names if name != "routes"] for number, schema in _SCHEMAS.items()
+}
 _JUDGED = ["rollout_id", *ROLLOUT_COLUMNS]
 _PARSE_ERRORS = (pa.ArrowException, ValueError, KeyError, TypeError, AttributeError, IndexError)
 _ARRAYS_1 = ("token_ids", "mask", "logprobs", "steps", "kv_epochs")
@@ -185,8 +188,7 @@ def read_rollout(path: TraceFile, rollout_id: str) -> RecordedTree | None:
     In a file of format 1 each path is returned as one turn without sampled tokens. Returns None when the file does not
     have the rollout. Raises `LedgerError` for a missing or damaged file."""
     old = [*_JUDGED, "token_ids"]
-    columns = {number: [name for name in schema.names if name != "routes"] for number, schema in _SCHEMAS.items()}
-    table, facts = _read(path, {1: old, **columns})
+    table, facts = _read(path, _WITHOUT_ROUTES | {1: old})
     try:
         if facts["format"] == 1:
             return _read_rollout_1(table.select(old), rollout_id)
@@ -195,9 +197,11 @@ def read_rollout(path: TraceFile, rollout_id: str) -> RecordedTree | None:
         raise _damaged(path, error) from error
 
 
-def read_step(path: TraceFile) -> RecordedStep:
-    """Read a step with all its turns. Raises `LedgerError` for a missing or damaged file, and for one of format 1."""
-    table, facts = _read(path)
+def read_step(path: TraceFile, *, routes: bool = True) -> RecordedStep:
+    """Read a step with all its turns. Raises `LedgerError` for a missing or damaged file, and for one of format 1.
+
+    `routes`: whether the turns have their routes, which are most of the bytes."""
+    table, facts = _read(path, None if routes else _WITHOUT_ROUTES)
     try:
         if facts["format"] == 1:
             raise ValueError("format 1 has no turns")

@@ -28,6 +28,8 @@ from etude.seams import BlobStore
 FORMAT = 5
 METADATA_KEY = b"etude.batch"
 ROLLOUT, TURN, SAMPLE = "rollout", "turn", "sample"
+PRODUCTION_SCHEME = "production-baselines"
+"""The `scheme` in a step's `rewards` whose rollouts are captured answers to users."""
 
 _INTS, _FLOATS = pa.list_(pa.int32()), pa.list_(pa.float32())
 _SPAN = pa.struct(

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from etude.config import Plugin, ranged
-from etude.numerics.config import ComputeDtype, check_device
+from etude.errors import ConfigError
+from etude.numerics.config import ComputeDtype, Mode, NumericsConfig, Quantise, check_device
 
 BLOCK_TOKENS = 32  # block size of vLLM's KV cache; kernels of its CPU build need multiples of it
 
@@ -51,6 +52,8 @@ class EngineConfig:
     - `stall_s`: a step that takes longer, in seconds, counts as a hang.
     - `dtype`: the dtype of the computation. In exact mode it must be the learner's.
     - `device`: "auto", "cpu", "cuda" or "cuda:N", for reference engines only. In exact mode it must be the learner's.
+    - `tensor_parallel`: how many processes (ranks) of one machine compute the model together, each a part of every
+      layer; a power of two. Reference engines only.
     - `speculation`: "off", "look-up", "heads" (with a model that has MTP heads, on a CPU), or the import path of a
       drafter (a plug-in): speculative decoding, for reference engines only.
 
@@ -67,16 +70,19 @@ class EngineConfig:
     stall_s: float = ranged(60.0, low=0.1)
     dtype: ComputeDtype = ComputeDtype.FLOAT32
     device: str = "auto"
+    tensor_parallel: int = ranged(1, low=1, high=64)
     speculation: Speculation | Plugin = Speculation.OFF
 
     def __post_init__(self) -> None:
         check_device(self.device)
+        if self.tensor_parallel & (self.tensor_parallel - 1):
+            raise ValueError(f"tensor_parallel = {self.tensor_parallel} is not a power of two")
 
     def arguments(self) -> list[str]:
         """Return all settings as command-line arguments of an engine's process. `serving.config_of` parses them.
 
-        >>> EngineConfig(device="cpu").arguments()[-4:-2]
-        ['--device', 'cpu']
+        >>> EngineConfig(device="cpu").arguments()[-6:-2]
+        ['--device', 'cpu', '--tensor-parallel', '1']
         """
         words = []
         for field in fields(self):
@@ -84,6 +90,26 @@ class EngineConfig:
             word = json.dumps(asdict(value), default=str) if isinstance(value, Plugin) else str(value)
             words += [f"--{field.name.replace('_', '-')}", word]
         return words
+
+
+def check_ranks(engine: EngineConfig, numerics: NumericsConfig) -> None:
+    """Check that a reference engine can compute with `engine.tensor_parallel` ranks. Raises `ConfigError`."""
+    ranks = engine.tensor_parallel
+    if ranks == 1:
+        return
+    facts, hint = "", ""
+    if numerics.mode is Mode.EXACT and numerics.degree % ranks:
+        facts = f"numerics.degree = {numerics.degree}: exact mode gives equal bits for that number of ranks, and fewer"
+        hint = f"set numerics.degree = {ranks}"
+    elif numerics.quantise is not Quantise.NONE:
+        facts = f"numerics.quantise = {str(numerics.quantise)!r}: ranks cannot follow packed weights"
+        hint = "set numerics.quantise = 'none'"
+    elif engine.speculation is Speculation.HEADS:
+        facts = "engine.speculation = 'heads': MTP heads draft on one rank only"
+        hint = "set engine.speculation = 'look-up' or 'off'"
+    if facts:
+        hint += ", or engine.tensor_parallel = 1"
+        raise ConfigError(f"engine.tensor_parallel = {ranks} is not possible", facts, hint=hint)
 
 
 _PARALLEL = (

@@ -82,7 +82,7 @@ class DeviceRunner:
         self._routes = torch.zeros(routes, dtype=kind, device=self.device)
         self._non_finite = NonFiniteReporter(model)
         self.graphs: list[_Decode] = []
-        if self.device.type == "cuda" and not model.operators.syncs_with_host:
+        if self.device.type == "cuda" and not model.operators.syncs_with_host and model.parallel.degree == 1:
             self._capture(num_slots)
 
     @torch.inference_mode()

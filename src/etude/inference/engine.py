@@ -31,6 +31,7 @@ from etude.inference.device_runner import runner_for
 from etude.inference.look_up import Drafter
 from etude.inference.metrics import Counters, exposition
 from etude.inference.operator_trace import as_wire, engine_results
+from etude.inference.ranks import Ranks
 from etude.inference.runner import Runner
 from etude.inference.scheduler import Plan, Scheduler
 from etude.inference.scheduler import Sequence as Running
@@ -70,6 +71,7 @@ class ReferenceEngine:
     Its weights may be replaced by `swap` only. The attribute `version` identifies the weights that the model has now.
     `tokenizer` is the tokenizer.json of the checkpoint, which grammars need. With `share_prefixes` False no KV is
     reused and every prompt is computed completely, for comparisons. `drafter` replaces the drafter that `config` names.
+    `ranks`: the other ranks, if `model` is rank 0's part of one; the engine closes them.
     Raises `EngineError` when the context of `config` is longer than the model's."""
 
     def __init__(
@@ -82,8 +84,10 @@ class ReferenceEngine:
         tokenizer: Path | None = None,
         share_prefixes: bool = True,
         drafter: Drafter | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.name, self.version, self.config = name, version, config or EngineConfig()
+        self._ranks = ranks
         if self.config.context_tokens > model.config.context_tokens:
             raise EngineError(
                 f"context_tokens = {self.config.context_tokens} of the engine is too large",
@@ -138,6 +142,8 @@ class ReferenceEngine:
         Raises `EngineError` when the thread does not end."""
         self._grammars.close()
         self._thread.close()
+        if self._ranks is not None:
+            self._ranks.close()
 
     async def __aenter__(self) -> Self:
         self.start()
@@ -270,7 +276,7 @@ class ReferenceEngine:
 
         Raises `MalformedRequest` for invalid token ids."""
         ids = self._checks.text(token_ids)
-        return await self._thread.call(lambda: (self.version, self._runner.score(ids)), "verify")
+        return await self._thread.call(lambda: (self.version, self._score(ids)), "verify")
 
     async def operators(self, token_ids: Sequence[int], *, prompt_tokens: int) -> list[OperatorResult]:
         """Compute a text and return the results of every operator of the model.
@@ -278,6 +284,12 @@ class ReferenceEngine:
         An operator is for example a norm or a matrix product. The first `prompt_tokens` of `token_ids` are computed as
         a prompt, the others one by one. Requests wait meanwhile. Raises `MalformedRequest` for invalid arguments."""
         self._checks.ids(np.array(token_ids), min_tokens=2, max_tokens=self.config.context_tokens)
+        if self._ranks is not None:
+            raise MalformedRequest(
+                f"{self.name} does not return the results of its operators",
+                "each of its ranks has a part of them only",
+                hint="ask an engine with engine.tensor_parallel = 1",
+            )
         if not 1 <= prompt_tokens <= len(token_ids):
             raise MalformedRequest(
                 f"prompt_tokens = {prompt_tokens} is invalid",
@@ -310,6 +322,8 @@ class ReferenceEngine:
     # The methods from here on run on the thread.
 
     def _advance(self) -> bool:
+        if self._ranks is not None:
+            self._ranks.check()
         self._apply_swaps()
         for gone in self._scheduler.remove_departed(time.monotonic(), stepped=self._stepped):
             self._count_end(gone, failed=True)
@@ -327,7 +341,8 @@ class ReferenceEngine:
             if chunk.start == chunk.sequence.num_cached > 0:
                 counters.cached_requests += 1
                 counters.cached_tokens += chunk.start
-        sampled = self._runner.step(plan)
+        with self._computing_together(lambda ranks: ranks.step(plan)):
+            sampled = self._runner.step(plan)
         if self._speculator is not None:
             self._speculator.record(plan, time.perf_counter() - begin)
         for draft in plan.drafts:
@@ -353,6 +368,17 @@ class ReferenceEngine:
                 running.on_tokens()
         counters.busy_s += time.perf_counter() - begin
         self._stepped = time.monotonic()
+
+    def _score(self, token_ids: list[int]) -> list[float]:
+        with self._computing_together(lambda ranks: ranks.score(token_ids)):
+            return self._runner.score(token_ids)
+
+    def _computing_together(self, tell: Callable[[Ranks], None]) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager for a forward pass of all ranks, after `tell` has told the others of it."""
+        if self._ranks is None:
+            return contextlib.nullcontext()
+        tell(self._ranks)
+        return self._ranks.watched()
 
     def _submit(self, running: Running) -> None:
         request = running.request

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -64,6 +65,7 @@ class KVCache:
         self.states = None
         if sizes.linear is not None:
             self.states = SlotStates(sizes, num_slots, every=state_every, context_tokens=context_tokens)
+        self.operators = operators
         self.windows = operators.key_windows(self.heads, kept.key_width)
         indexer = None if sizes.latent is None else sizes.latent.indexer
         self.index: list[torch.Tensor] = []  # the indexer's keys by layer, [S, C, I]; [] if no context needs a choice
@@ -190,11 +192,13 @@ class StepCache:
         self._index_places = torch.from_numpy(self.row_slots * kv.length + self.row_positions)
         heads = self.row_slots[:, None] * kv.heads + np.arange(kv.heads)
         self._places = torch.from_numpy((heads * kv.length + self.row_positions[:, None]).ravel())
-        self._decode = [
-            _DecodeView(kv, rows, decode_slots[rows], decode_positions[rows], window)
-            for window, rows in _by_window(
-                np.array([kv.windows.covering(p + 1) for p in decode_positions.tolist()], np.int64)
-            )
+
+    @cached_property
+    def _decode(self) -> list[_DecodeView]:
+        slots, positions = self.row_slots[: self.num_decode], self.row_positions[: self.num_decode]
+        windows = np.array([self.kv.windows.covering(p + 1) for p in positions.tolist()], np.int64)
+        return [
+            _DecodeView(self.kv, rows, slots[rows], positions[rows], window) for window, rows in _by_window(windows)
         ]
 
     def _begin_states(self, states: SlotStates, decode_slots: I64, decode_positions: I64, chunks: list[Span]) -> None:
@@ -243,11 +247,30 @@ class StepCache:
             options = self._with_kept_keys(options, options.index, layer)
         q_NGRA = q_NHA.view(n, kv.heads, kv.group, a)
         o_NGRB = q_NGRA.new_empty(*q_NGRA.shape[:3], values.shape[-1])
-        for group in self._decode:
-            group.attend(keys, values, q_NGRA, o_NGRB, scale, options)
+        self._attend_decoded(keys, values, q_NGRA, o_NGRB, scale, options)
         if self.chunks:
             self._attend_chunks(keys, values, q_NGRA[self.num_decode :], o_NGRB[self.num_decode :], scale, options)
         return o_NGRB.view(n, h, values.shape[-1])[..., : kv.value_width].to(dtype)
+
+    def _attend_decoded(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        q_NGRA: torch.Tensor,
+        o_NGRB: torch.Tensor,
+        scale: float | None,
+        options: AttentionOptions | None,
+    ) -> None:
+        """Attend for the decoding rows: by one kernel where the operators have it, or by windows."""
+        num, done = self.num_decode, None
+        if num and options is None:
+            places = (self.row_slots[:num], self.row_positions[:num] + 1)
+            done = self.kv.operators.attend_slots(q_NGRA[:num], keys, values, *places, scale)
+        if done is not None:
+            o_NGRB[:num] = done
+            return
+        for group in self._decode:
+            group.attend(keys, values, q_NGRA, o_NGRB, scale, options)
 
     def _with_kept_keys(self, options: AttentionOptions, index: Index, layer: int) -> AttentionOptions:
         """Store the step's keys of the indexer. Returns options whose index has the keys of all slots, [S, C, I]."""

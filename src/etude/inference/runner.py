@@ -145,6 +145,8 @@ class NonFiniteReporter:
         if self._reported:
             return
         self._reported = True
+        if self._model.parallel.degree > 1:
+            return print(f"error: logits are not finite (request {sequence.request.request_id})", file=sys.stderr)
         context = [*sequence.request.prompt_ids.tolist(), *sequence.token_ids[:-1]]
         tokens = torch.tensor(context).to(self._model.embedding.device)
         found = first_non_finite(lambda watch: self._model.run(tokens, hook=watch))

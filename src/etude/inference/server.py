@@ -19,7 +19,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -28,9 +28,12 @@ import torch
 from etude.errors import DeadlineExceeded, EtudeError
 from etude.inference.adapters import AdaptedWeights, fetched_base
 from etude.inference.app import build_app
+from etude.inference.config import check_ranks
 from etude.inference.engine import ReferenceEngine
 from etude.inference.lifetime import die_with_parent
 from etude.inference.metrics import Load
+from etude.inference.rank_messages import RankJob
+from etude.inference.ranks import RankedTarget, Ranks, load_part, start_ranks
 from etude.inference.registry_client import Registration, fetch_requirements, make_registration, run_registration
 from etude.inference.registry_messages import NO_VERSION
 from etude.inference.serving import (
@@ -44,13 +47,12 @@ from etude.inference.serving import (
     require_weights,
     serve,
 )
+from etude.inference.step_thread import SWITCH_S
 from etude.inference.weight_sync import WeightSync, initial_version
 from etude.models import ModelConfig, Transformer, hf_views
-from etude.models.checkpoint import load_model
+from etude.models.checkpoint import rounded_weights
 from etude.models.packed_weights import PackedWeights
 from etude.numerics.config import Mode, NumericsConfig, Quantise
-from etude.numerics.device import device_for
-from etude.numerics.factory import operators_for
 from etude.numerics.formats import FORMATS
 from etude.stores import open_store
 from etude.telemetry import Telemetry
@@ -58,10 +60,6 @@ from etude.weights import FollowerProcess
 from etude.weights.follow.runtime_map import Derived
 
 HUNG_EXIT_CODE = 70
-SWITCH_S = 0.0005
-"""The interpreter's switch interval. A step releases the GIL in each of its hundreds of operations and waits for it
-while another thread prepares or checks a swap. With Python's default of 5 ms such a step takes up to 200 ms longer in a
-model of 1 GB, with this value 100 ms (`benchmarks.weights.swap_client --model 1gb`)."""
 FETCH_S = 3_600.0  # deadline of the follower while the engine has no weights: an anchor over a slow link
 FOLLOWER_S, FOLLOWER_BYTES_PER_S = 30.0, 20e6  # low estimate for a busy core and a slow disk
 
@@ -131,36 +129,54 @@ def _serve(
     chain: FollowerProcess | None,
     telemetry: Telemetry | None,
 ) -> None:
-    engine, weight_sync = _build(args, chain, telemetry)
-    registration = make_registration(args, listener, token)
-    lifespan = _make_lifespan(engine, weight_sync, telemetry, registration, place=args.store or "", wait_s=args.wait_s)
-    app = build_app(engine, token=token, lifespan=lifespan, operators=engine.operators if args.show_operators else None)
-    serve(app, listener, name=args.name, ready_file=args.ready_file)
+    job = _job(args)
+    with start_ranks(job, args.name) as ranks:
+        engine, weight_sync = _build(args, job, ranks, chain, telemetry)
+        registration = make_registration(args, listener, token)
+        lifespan = _make_lifespan(
+            engine, weight_sync, telemetry, registration, place=args.store or "", wait_s=args.wait_s
+        )
+        operators = engine.operators if args.show_operators else None
+        app = build_app(engine, token=token, lifespan=lifespan, operators=operators)
+        serve(app, listener, name=args.name, ready_file=args.ready_file)
+
+
+def _job(args: argparse.Namespace) -> RankJob:
+    numerics, config = NumericsConfig(args.mode, args.quantise, args.degree), config_of(args)
+    check_ranks(config, numerics)
+    return RankJob(args.checkpoint, args.model, numerics, config, args.threads)
 
 
 def _build(
-    args: argparse.Namespace, chain: FollowerProcess | None, telemetry: Telemetry | None
+    args: argparse.Namespace,
+    job: RankJob,
+    ranks: Ranks | None,
+    chain: FollowerProcess | None,
+    telemetry: Telemetry | None,
 ) -> tuple[ReferenceEngine, WeightSync | None]:
-    config = config_of(args)
-    dtype, device = getattr(torch, config.dtype), device_for(config.device)
-    numerics = NumericsConfig(args.mode, args.quantise, args.degree)
-    operators = operators_for(numerics, dtype, rounds_weights=False, device=device)
-    if args.checkpoint is None:
-        model = Transformer(args.model, dtype=dtype, operators=operators).to(device)
-        views, derived = live_weights(model, args.quantise)
-        version = NO_VERSION
+    config, version = job.config, NO_VERSION
+    if ranks is None:
+        model = load_part(job)
     else:
-        model = load_model(args.checkpoint, dtype=dtype, operators=operators, device=device)
-        views, derived = live_weights(model, args.quantise)
-        version = args.version or initial_version(views)
+        model = load_part(job, ranks.parallel)
+        ranks.wait_until_loaded()
+    views, derived = live_weights(model, args.quantise)
+    if args.checkpoint is not None:
+        whole: Iterable[tuple[str, torch.Tensor]] = views.items()
+        if ranks is not None:
+            whole = rounded_weights(args.checkpoint, model.operators.storage_dtype)
+        version = args.version or initial_version(whole)
     report_settings(telemetry, config, device=str(next(model.parameters()).device))
     tokenizer = args.checkpoint / "tokenizer.json" if args.checkpoint else None
-    engine = ReferenceEngine(model, version=version, name=args.name, config=config, tokenizer=tokenizer)
+    engine = ReferenceEngine(model, version=version, name=args.name, config=config, tokenizer=tokenizer, ranks=ranks)
     if chain is None:
         return engine, None
+    following = partial(WeightSync, engine, views, chain, poll_s=0.0, telemetry=telemetry)
+    if ranks is not None:
+        return engine, following(ranked=partial(RankedTarget, model, ranks, chain))
     base = None if args.checkpoint else partial(fetched_base, open_store(args.store, cache=args.cache), args.public_key)
     adapted = AdaptedWeights(model, args.quantise, base=base)
-    return engine, WeightSync(engine, views, chain, derived=derived, adapted=adapted, poll_s=0.0, telemetry=telemetry)
+    return engine, following(derived=derived, adapted=adapted)
 
 
 def live_weights(model: Transformer, quantise: Quantise) -> tuple[Mapping[str, torch.Tensor], list[Derived]]:

@@ -22,6 +22,10 @@ T = TypeVar("T")
 
 CONTROL_DEADLINE_S = 30.0  # for calls that only wait for the end of a step
 REST_S = 0.05  # interval at which an idle thread checks for late and cancelled requests
+SWITCH_S = 0.0005
+"""The interpreter's switch interval. A step releases the GIL in each of its hundreds of operations and waits for it
+while another thread prepares or checks a swap. With Python's default of 5 ms such a step takes up to 200 ms longer in a
+model of 1 GB, with this value 100 ms (`benchmarks.weights.swap_client --model 1gb`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as NotYet
 from typing import Protocol
 
@@ -22,6 +22,7 @@ import torch
 
 from etude.errors import EtudeError, WeightsError
 from etude.inference.engine import ReferenceEngine, SwapResult
+from etude.inference.ranks import RankedTarget
 from etude.records.adapter import adapted_modules
 from etude.records.completion import Version
 from etude.telemetry import Telemetry
@@ -64,6 +65,7 @@ class WeightSync:
     - `chain`: where the versions come from.
     - `derived`: memory that is computed from the live weights, such as decoded low-precision weights.
     - `adapted`: creates the live memory if LoRA adapters are published. None: this engine cannot load adapters.
+    - `ranked`: makes the live memory of all ranks from the tensors of a version, for an engine that has several.
     - `poll_s`: the pause between two polls of the chain in seconds; 0 for a chain whose `advance` itself waits for a
       new version.
 
@@ -77,13 +79,15 @@ class WeightSync:
         *,
         derived: Sequence[Derived] = (),
         adapted: Adapted | None = None,
+        ranked: Callable[[Mapping[str, Tensor]], RankedTarget] | None = None,
         poll_s: float = 0.05,
         telemetry: Telemetry | None = None,
     ) -> None:
         self.engine, self.chain, self.poll_s = engine, chain, poll_s
         self._live: Live = views, derived
         self._adapted = adapted
-        self._target_made: Target | None = None
+        self._ranked = ranked
+        self._target_made: Target | RankedTarget | None = None
         devices = {view.device for view in views.values() if view.device.type == "cuda"}
         self._stream = torch.cuda.Stream(devices.pop()) if devices else None  # type: ignore[no-untyped-call]
         self._telemetry = telemetry
@@ -144,10 +148,13 @@ class WeightSync:
         return swap.version
 
     @property
-    def _target(self) -> Target:
+    def _target(self) -> Target | RankedTarget:
         """The memory that versions are written to: the adapter's if the first version is one, else the model's."""
         if self._target_made is None:
             tensors = self.chain.tensors
+            if self._ranked is not None:
+                self._target_made = self._ranked(tensors)
+                return self._target_made
             views, derived = self._adapted(tensors) if self._adapted and adapted_modules(tensors) else self._live
             self._target_made = Target(Map(named(views), derived=derived))
         return self._target_made
@@ -234,10 +241,11 @@ def is_finite(codes: Codes, kind: DType) -> bool:
     return not bool(((codes & ones) == ones).any())
 
 
-def initial_version(views: Mapping[str, torch.Tensor]) -> Version:
-    """Return the version of weights from a checkpoint: step 0, incarnation of zeros, digest of the content as
-    float32."""
-    return Version(step=0, incarnation="00000000", digest=content_digest({n: _digest(v) for n, v in views.items()}))
+def initial_version(tensors: Iterable[tuple[str, torch.Tensor]]) -> Version:
+    """Return the version of weights from a checkpoint: step 0, incarnation of zeros, digest of the content as float32.
+
+    `tensors`: all weights with their names."""
+    return Version(step=0, incarnation="00000000", digest=content_digest({n: _digest(t) for n, t in tensors}))
 
 
 def _digest(view: torch.Tensor) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from etude.errors import ConfigError, ConfigUnreadable, RunError, RunRefused, St
 from etude.experience import SCHEMES, Credit
 from etude.experience.config import ExperienceConfig
 from etude.harness.config import HarnessConfig
-from etude.inference.config import EngineConfig, EngineKind, ExternalEngineConfig, Speculation
+from etude.inference.config import EngineConfig, EngineKind, ExternalEngineConfig, Speculation, check_ranks
 from etude.inference.external.environment import SERVER_KINDS
 from etude.loop.parity import OverBudget, ParityConfig
 from etude.loop.task_images import with_built_images
@@ -38,6 +39,7 @@ from etude.trackers import BUILT_IN as TRACKERS
 from etude.training.config import LearnerConfig, LiveWeights, MidTrainingConfig, PolicyLossKind
 
 MAX_ENGINES = 64
+_SPECULATION = re.compile(r"--spec|-sc\b")  # servers accept abbreviations of their arguments
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,13 @@ class RunConfig:
     def _check_engine_numerics(self) -> None:
         """Refuse engine kinds that cannot compute what `[numerics]` asks for. Raises `ConfigError`, `ValueError`."""
         what = f"fleet.engines = {list(map(str, self.fleet.engines))}"
+        check_ranks(self.engine, self.numerics)
+        if self.engine.tensor_parallel > 1 and self.learner.lora_rank:
+            raise ConfigError(
+                f"engine.tensor_parallel = {self.engine.tensor_parallel} is not possible",
+                f"learner.lora_rank = {self.learner.lora_rank}: an engine with ranks cannot merge adapters",
+                hint="set learner.lora_rank = 0, or engine.tensor_parallel = 1",
+            )
         for kind in sorted({*self.fleet.engines} - {EngineKind.REFERENCE}):
             foreign, make = self.foreign(kind), SERVER_KINDS[kind].name
             if not foreign.max_contexts(self.engine):
@@ -236,6 +245,19 @@ class RunConfig:
                     what,
                     f"{make} has no engine.speculation = {str(self.engine.speculation)!r}",
                     hint="set engine.speculation = 'off', or use reference engines only",
+                )
+            if drafts := next((word for word in foreign.arguments if _SPECULATION.match(word)), ""):
+                raise ConfigError(
+                    what,
+                    f"{kind}.arguments has {drafts!r}: with speculation of its own, vLLM's CPU build (0.32) returns "
+                    "log-probabilities that are not finite, and other builds and SGLang were not tested with it",
+                    hint=f"remove it from {kind}.arguments, or use reference engines with engine.speculation",
+                )
+            if self.engine.tensor_parallel > 1:
+                raise ConfigError(
+                    what,
+                    f"engine.tensor_parallel = {self.engine.tensor_parallel} is for reference engines",
+                    hint=f'set {kind}.arguments = ["--tensor-parallel-size={self.engine.tensor_parallel}"] instead',
                 )
             if kind is EngineKind.SGLANG and self.learner.lora_rank:
                 raise ConfigError(

@@ -41,16 +41,19 @@ def check_devices(config: RunConfig, *, count: Callable[[], int] = count_gpus) -
     """Check that the GPUs exist that `engine.device` and `learner.device` name. Raises `ConfigError`.
 
     `count` returns the number of GPUs; it is called only when a GPU is named."""
-    here = config.learner.ranks - config.fleet.ranks_away
+    here, engine_ranks = config.learner.ranks - config.fleet.ranks_away, config.engine.tensor_parallel
+    first = gpus_of(config.engine.device) if EngineKind.REFERENCE in config.fleet.engines else 0
     wanted = {
-        "engine": gpus_of(config.engine.device) if EngineKind.REFERENCE in config.fleet.engines else 0,
+        "engine": first + engine_ranks - 1 if first else 0,
         "learner": max(gpus_of(config.learner.device), here if gpus_of(config.learner.device) else 0),
     }
     seen = count() if any(wanted.values()) else 0
     for section, gpus in wanted.items():
         if gpus > seen:
-            device = config.engine.device if section == "engine" else config.learner.device
-            ranks = f" for each of {here} ranks" if section == "learner" and here > 1 else ""
+            device, size = config.learner.device, here
+            if section == "engine":
+                device, size = config.engine.device, engine_ranks
+            ranks = f" for each of {size} ranks" if size > 1 else ""
             raise ConfigError(
                 f"{section}.device = {device!r}{ranks} is not possible",
                 f"torch sees {seen} {'GPU' if seen == 1 else 'GPUs'} here",

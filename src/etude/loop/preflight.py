@@ -120,6 +120,7 @@ def _check_model(config: RunConfig, *, adopted: bool, given: Collection[str], lo
         )
         check_mid_training(config, model, given, log)
         check_experts(model, config.learner.expert_parallel)
+    model.per_rank(config.engine.tensor_parallel)
     check_heads(config, model)
     check_attention(config, model)
     if config.start is not None:

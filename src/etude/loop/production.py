@@ -27,6 +27,7 @@ from etude.errors import EtudeError, NotFinite
 from etude.experience import Group, plan_batch, step_metrics
 from etude.experience.admission import Straggler
 from etude.experience.ledger import Reconciled
+from etude.experience.traces import PRODUCTION_SCHEME
 from etude.experience.transitions import State
 from etude.loop import usage
 from etude.loop.group_admission import WITHDRAWN
@@ -56,7 +57,7 @@ MAX_FRUITLESS = 6  # lost learners in a row without a step
 BASELINES = "production.baselines"  # in the ledger
 NO_CONSENT = "its subject no longer allows training"
 NOT_PROMOTED = "a version that was trained on it was not promoted"
-SCHEME, SCHEME_VERSION = "production-baselines", "1"
+SCHEME_VERSION = "1"
 T = TypeVar("T")
 OnStep = Callable[[int, Version, dict[str, Any]], None]
 """Called after each step with its number, its version and its metrics."""
@@ -317,7 +318,7 @@ class ProductionTrainer:
         given = baselines.advantages([reward for _, reward in rewarded])
         by_id = {one.rollout_id: advantage for (one, _), advantage in zip(rewarded, given, strict=True)}
         members = [msgspec.structs.replace(one, advantage=by_id.get(one.rollout_id, 0.0)) for one in plan.members]
-        rewards = {**plan.rewards, "scheme": SCHEME, "scheme_version": SCHEME_VERSION}
+        rewards = {**plan.rewards, "scheme": PRODUCTION_SCHEME, "scheme_version": SCHEME_VERSION}
         num_tokens = plan.num_loss_tokens
         if simulated := [one for one in groups if not self.windows.is_episode(one.group_id)]:
             assert self.simulated is not None, "they are its groups"

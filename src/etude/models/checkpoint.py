@@ -268,6 +268,12 @@ def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensors.full(name, tuple(named[name].shape)).float()
 
 
+def rounded_weights(path: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (Hugging Face name, tensor) of every weight, as `load_model` stores it with `weight_dtype` = `dtype`."""
+    for name, tensor in iter_weights(path):
+        yield name, tensor if stays_float32(name) else tensor.to(dtype)
+
+
 def verify_weights(path: Path, *, part: int = 0, parts: int = 1) -> None:
     """Verify checksums of a checkpoint directory's config and weights, where it has them.
 

@@ -34,6 +34,7 @@ from etude.models.config_json import (
     MAX_MTP_HEADS,
     MTP_KEY,
     boolean,
+    check_rope,
     head_dim,
     mtp_heads,
     partial_rotary,
@@ -329,7 +330,7 @@ class ModelConfig:
             raise ConfigError(
                 f"a model of family {self.family} cannot run on {degree} tensor-parallel ranks",
                 why,
-                hint="set numerics.degree = 1; data and expert parallelism are possible",
+                hint="set numerics.degree = 1 and engine.tensor_parallel = 1; a learner has other parallelism",
             )
         cut: dict[str, Any] = {
             "num_heads": self.num_heads,
@@ -523,8 +524,9 @@ class ModelFamily:
         """Read the content of a config.json of this family. Raises `CheckpointError` for an unsupported variant."""
         for error in self.unsupported(raw):
             raise error
-        raw = {**self.defaults, **raw}
+        given, raw = raw, {**self.defaults, **raw}
         try:
+            check_rope(given)
             fields = {**read_rope(raw), **self.read(raw)}
             if "mtp_heads" in self.options:
                 fields["mtp_heads"] = mtp_heads(raw)

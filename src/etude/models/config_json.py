@@ -20,6 +20,7 @@ MTP_KEY = "num_nextn_predict_layers"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 _PARTIAL = "partial_rotary_factor"
 _SCALES = ("mscale", "mscale_all_dim", "attention_factor")  # of YaRN
+_OUTSIDE = ("rope_theta", _PARTIAL, "original_max_position_embeddings")  # also beside the section of RoPE
 
 
 def positive_ints(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, int]:
@@ -71,7 +72,7 @@ def read_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     They are in `rope_parameters` (transformers 5), or in `rope_theta` and `rope_scaling` (transformers 4)."""
     rope = _rope_section(raw)
     theta = positive_float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0)), "rope_theta")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.get("rope_type", "default")
     if kind == "default":
         return {"rope_theta": theta}
     if kind not in ("yarn", "llama3"):
@@ -99,16 +100,44 @@ def rotary_dim(raw: Mapping[str, Any], head_width: int, *, default: float = 1.0)
     return 0 if width == head_width else width
 
 
-def _rope_section(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError(f"rope_parameters = {rope!r:.80}, expected a section")
-    return rope
+def check_rope(raw: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if settings of RoPE are in a config.json twice and differ, with both values.
+
+    `raw`: as it is in the file, without defaults. Compared are `rope_parameters` with `rope_scaling` key by key, and
+    both with the keys that may be outside of them."""
+    rope = _rope_section(raw)
+    for key in _OUTSIDE:
+        if None not in (inside := rope.get(key), outside := raw.get(key)) and inside != outside:
+            raise ValueError(f"{key} = {outside!r}, but {inside!r} in the section of RoPE")
+
+
+def _rope_section(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in `rope_parameters` and `rope_scaling`, with "type" as "rope_type".
+
+    Raises `ValueError` if both sections are there and differ, except for a key of `_OUTSIDE` that one does not have."""
+    new, old = (_section(raw, name) for name in ("rope_parameters", "rope_scaling"))
+    keys = sorted(new.keys() | old.keys(), key=lambda key: (key != "rope_type", key))
+    for key in keys if new and old else ():
+        one, other = new.get(key), old.get(key)
+        if one != other and not (key in _OUTSIDE and None in (one, other)):
+            raise ValueError(f"rope_parameters has {key} = {one!r}, but rope_scaling has {other!r}")
+    return {**new, **old}
+
+
+def _section(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = raw.get(name) or {}
+    if not isinstance(section, Mapping):
+        raise ValueError(f"{name} = {section!r:.80}, expected a section")
+    found = {key: value for key, value in section.items() if key != "type" and value is not None}
+    old = section.get("type")
+    if old is not None and found.setdefault("rope_type", old) != old:
+        raise ValueError(f"{name} has type = {old!r}, but rope_type = {found['rope_type']!r}")
+    return found
 
 
 def _llama3(rope: Mapping[str, Any]) -> Llama3:
     key = "original_max_position_embeddings"
-    others = rope.keys() - {*_LLAMA3, key, "rope_type", "type", "rope_theta", _PARTIAL}
+    others = rope.keys() - {*_LLAMA3, key, "rope_type", "rope_theta", _PARTIAL}
     if others:
         raise ValueError(f"{min(others)} = {rope[min(others)]!r} is not supported with rope_type = 'llama3'")
     return Llama3(

@@ -1,4 +1,4 @@
-"""Operators as torch computes them, with the fastest kernel for each shape. The shapes are those of `operators`."""
+"""Operators with the fastest kernel for each shape, mostly torch's. The shapes are those of `operators`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,54 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from etude.numerics import grouped_experts, varlen_attention
+from etude.numerics.exact import few_rows
 from etude.numerics.exact.options import AttentionOptions
 from etude.numerics.operators import Operators, PackedCausal
 
+_BLOCK = few_rows.MAX_BLOCK  # inputs in one chain of sums of the kernels for few rows
 PART = 1 << 28
 """Numbers that are converted to float32 at a time: 1 GiB."""
 
 
 class Native(Operators):
-    """Operators that use torch's fastest kernel for each shape, so that a row's bits depend on the batch."""
+    """Operators that use the fastest kernel for each shape, so that a row's bits depend on the batch."""
 
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+        if few_rows.are_for(x_NI, weight_OI) and 0 < len(x_NI) <= few_rows.MOST_ROWS:
+            done = few_rows.products(x_NI, weight_OI, [len(x_NI)], min(_BLOCK, x_NI.shape[1]))
+            if done is not None:
+                return done
         return F.linear(x_NI, weight_OI.to(x_NI.dtype))
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        if few_rows.are_for(x, *(() if weight is None else (weight,))):
+            done = few_rows.rms_norm(x, weight, eps)
+            if done is not None:
+                return done
+        return super().rms_norm(x, weight, eps)
+
+    def router_scores(self, x_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
+        return self.linear(x_ND.float(), weight_ED.float())
+
+    def attend_slots(
+        self,
+        q_NGRA: torch.Tensor,
+        keys_SGCA: torch.Tensor,
+        values_SGCB: torch.Tensor,
+        slots: npt.NDArray[np.int64],
+        counts: npt.NDArray[np.int64],
+        scale: float | None = None,
+    ) -> torch.Tensor | None:
+        if not few_rows.are_for(q_NGRA, keys_SGCA, values_SGCB):
+            return None
+        return few_rows.attention(q_NGRA, keys_SGCA, values_SGCB, slots, counts, scale)
 
     def per_head(self, x_NHI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:
         return torch.einsum("nhi,hoi->nho", x_NHI, weight_HOI.to(x_NHI.dtype))
@@ -71,6 +102,9 @@ class Native(Operators):
     ) -> torch.Tensor | None:
         if grouped_experts.is_supported(x_ND, gate_up_E2FD, down_EDF):
             return grouped_experts.mix(x_ND, gates_NK, experts_NK, gate_up_E2FD, down_EDF)
+        if few_rows.are_for(x_ND, gate_up_E2FD, down_EDF) and 0 < len(x_ND) <= few_rows.MOST_ROWS:
+            blocks = (min(_BLOCK, x_ND.shape[1]), min(_BLOCK, down_EDF.shape[-1]))
+            return few_rows.experts(x_ND, gates_NK, experts_NK, gate_up_E2FD, down_EDF, blocks)
         if x_ND.device.type == "cuda" and find_spec("triton") is not None:  # for other dtypes and widths
             from etude.numerics.gpu import mix
 

@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -269,9 +271,24 @@ class Operators(ABC):
         gate_up_E2FD: torch.Tensor,
         down_EDF: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Compute all experts of a layer in one differentiable operation, [N, D], without synchronising with the host.
+        """Compute all experts of a layer in one operation, [N, D], differentiable if a gradient is wanted.
 
         Returns None where it is not available; then `models.experts` computes them."""
+        return None
+
+    def attend_slots(
+        self,
+        q_NGRA: torch.Tensor,
+        keys_SGCA: torch.Tensor,
+        values_SGCB: torch.Tensor,
+        slots: npt.NDArray[np.int64],
+        counts: npt.NDArray[np.int64],
+        scale: float | None = None,
+    ) -> torch.Tensor | None:
+        """Compute attention of one decoded token for each of N slots to the first keys of its slot, [N, G, R, B].
+
+        `slots`, `counts`: [N], the slot of each token, and the number of keys that it sees. Returns None where it is
+        not available; then `inference.kv` calls attention with windows and masks."""
         return None
 
     def key_windows(self, heads: int, key_width: int) -> KeyWindows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -318,8 +319,8 @@ class MidTrainingPhase:
 class PhaseSettings:
     """The settings of one phase of mid-training, with missing ones taken from `[mid_training]`.
 
-    The fields are those of `MidTrainingPhase`. `rope_factor` is the product with the factors of earlier phases; 1 if
-    there is none."""
+    The fields are those of `MidTrainingPhase`. `rope_factor`: that of the phase, or else of the last earlier phase that
+    has one; 1 if there is none."""
 
     name: str
     corpus: Path | None
@@ -387,6 +388,13 @@ class MidTrainingConfig:
             if names.count(name) > 1:
                 raise ValueError(
                     f"{names.count(name)} of mid_training.phases are called {name!r}: names must be unique"
+                )
+        factors = [(phase.rope_factor, phase.name) for phase in self.phases if phase.rope_factor is not None]
+        for (before, _), (factor, name) in itertools.pairwise(factors):
+            if factor < before:
+                raise ValueError(
+                    f"phase {name!r} of mid_training has rope_factor = {factor:g} after {before:g}: the result would "
+                    "have the shorter context, so give at least the factor of the phase before"
                 )
 
     def learner(self, learner: LearnerConfig, *, ranks: int) -> LearnerConfig:

@@ -172,8 +172,9 @@ class TrainingCore:
         with self.group.checkpoint_directory(path) as folder:
             self.trainable.write(folder)
             self.group.save_optimizer(folder, self.optimizer)
-            if self.group.rank == 0:
-                if self.mtp.optimizer is not None:
-                    save_tensors(self.mtp.optimizer.state(), folder / MTP_STATE)
-                for name, content in files.items():
-                    (folder / name).write_text(content)
+            with self.group.propagate_errors("files"):  # the others read the directory when these are written
+                if self.group.rank == 0:
+                    if self.mtp.optimizer is not None:
+                        save_tensors(self.mtp.optimizer.state(), folder / MTP_STATE)
+                    for name, content in files.items():
+                        (folder / name).write_text(content)

@@ -52,6 +52,18 @@ def test_a_good_checkpoint_is_described(glm: Path, capsys: pytest.CaptureFixture
     assert "problem" not in said
 
 
+def test_a_context_that_is_not_the_product_of_yarn_is_remarked(glm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((glm / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    change(glm, rope_parameters=config["rope_parameters"] | yarn)
+    told = []
+    for context in (128, 64):
+        change(glm, max_position_embeddings=context)
+        main(["models", "check", str(glm)])
+        told.append("YaRN's factor 4 times 32 tokens is not the" in capsys.readouterr().out)
+    assert told == [False, True]
+
+
 def test_everything_that_is_wrong_is_told_at_once(glm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = glm / "model.safetensors"
     tensors = load_tensors(file)

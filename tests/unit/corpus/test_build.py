@@ -266,7 +266,7 @@ def test_a_tokenizer_without_sentinels_or_end_is_refused(tmp_path):
 def test_the_commands_build_show_and_check(tmp_path, capsys):
     make.texts(tmp_path / "texts", 3)
     make.tokenizer(tmp_path / "tokenizer.json")
-    make.tokenizer(tmp_path / "other.json", [make.END])
+    make.tokenizer(tmp_path / "other.json", ["<|stop|>"])
     (tmp_path / "corpus.toml").write_text(
         f'[tokenizer]\npath = "{tmp_path}/tokenizer.json"\n\n[[sources]]\nname = "own"\n'
         f'kind = {{kind = "folder", path = "{tmp_path}/texts", files = ["*.py"]}}\n'

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import keyword
 import random
 import re
 import tokenize
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.tiers import first_few
 
 from etude.corpus import HeldOutIndex, HeldOutText
+from etude.corpus.contamination import embedded
 from etude.corpus.fim import SENTINELS
 
 ANSWER = '''
@@ -33,6 +38,7 @@ def count_inside(intervals, points):
             inside += 1
     return inside / len(points) if points else None
 '''
+TRIPLE = '"' * 3
 PROSE = (
     "The committee met in the old harbour building and decided, after a long debate about tides and timber, that the "
     "northern pier would be rebuilt in stone while the southern one should keep its wooden planks for another decade."
@@ -83,8 +89,9 @@ def index() -> HeldOutIndex:
     return HeldOutIndex.build([HeldOutText.of("answer.py", ANSWER), HeldOutText.of("notes.md", PROSE)])
 
 
-def test_no_variant_of_a_held_out_answer_passes_and_no_clean_text_is_dropped(index):
-    rng = random.Random(0)
+@pytest.mark.parametrize("seed", first_few(range(8), 2))
+def test_no_variant_of_a_held_out_answer_passes_and_no_clean_text_is_dropped(index, seed):
+    rng = random.Random(seed)
     passed = []
     for number in range(240):
         text = ANSWER
@@ -101,6 +108,40 @@ def test_no_variant_of_a_held_out_answer_passes_and_no_clean_text_is_dropped(ind
     assert [text for text in CLEAN if index.find(text)] == []
 
 
+def prefixed(text: str, first: str, other: str) -> str:
+    return "\n".join((other if line[:1] == " " else first) + line for line in text.split("\n"))
+
+
+EMBEDDINGS = {
+    "comment": lambda text: prefixed(text, "# ", "# "),
+    "comment of C": lambda text: prefixed(text, "// ", "// "),
+    "diff": lambda text: "--- /dev/null\n+++ b/a.py\n@@ -0,0 +1,20 @@\n" + prefixed(text, "+", "+"),
+    "prompt": lambda text: prefixed(text, ">>> ", "... "),
+    "quote": lambda text: prefixed(text, "> ", "> "),
+    "docstring": lambda text: f'def f():\n    r"""Such as\n{text.replace(TRIPLE, "")}\n    """\n    return 1\n',
+    "JSON": lambda text: json.dumps({"id": 7, "text": text}),
+    "notebook": lambda text: json.dumps({"cells": [{"source": text.splitlines(keepends=True)}]}, indent=1),
+    "notebook on a line": lambda text: json.dumps({"cells": [{"source": text.splitlines(keepends=True)}]}),
+    "literal": lambda text: f"ANSWER = {text!r}\n",
+    "Markdown": lambda text: f"It's like this:\n\n```python\n{text}\n```\n",
+}
+
+
+@pytest.mark.parametrize("kind", EMBEDDINGS)
+def test_a_held_out_answer_is_found_in_comments_diffs_prompts_and_escaped_strings(index, kind):
+    rng = random.Random(0)
+    for text in (ANSWER, renamed(rng, ANSWER), reformatted(rng, ANSWER)):
+        assert index.find(f"{CLEAN[0]}\n{EMBEDDINGS[kind](text)}\n{CLEAN[1]}") == "answer.py"
+    for text in CLEAN:
+        assert index.find(EMBEDDINGS[kind](text)) is None
+
+
+@given(st.text(alphabet=st.sampled_from("\\n\"'#+>.*/ \nab{}"), max_size=200))
+def test_any_text_can_be_searched_for_embedded_code(index, text):
+    assert index.find(text) is None
+    assert '"""' not in embedded(text)
+
+
 def test_one_function_of_a_long_held_out_file_is_found(index):
     rng = random.Random(1)
     inside = ANSWER[ANSWER.index("def count_inside") :]
@@ -111,6 +152,13 @@ def test_prose_is_found_without_its_case_and_punctuation(index):
     words = re.findall(r"\w+", PROSE.upper())
     assert index.find("Minutes. " + "\n".join(words) + " End.") == "notes.md"
     assert index.find(" ".join(reversed(words))) is None
+
+
+def test_prose_is_found_with_every_tenth_word_changed(index):
+    words = re.findall(r"\w+", PROSE)
+    for first in range(10):
+        changed = ["other" if i % 10 == first else word for i, word in enumerate(words)]
+        assert index.find(" ".join(changed)) == "notes.md"
 
 
 def test_another_program_of_the_same_shape_is_clean(index):

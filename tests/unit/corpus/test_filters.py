@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import random
 import string
 
@@ -42,6 +43,19 @@ def planted(rng: random.Random) -> dict[str, str]:
         "jwt": f"eyJ{some(rng, ALNUM, 30)}.eyJ{some(rng, ALNUM, 60)}.{some(rng, ALNUM, 43)}",
         "password-in-url": f"postgres://admin:{some(rng, ALNUM, 12)}@db.internal/main",
         "assigned-secret": f'api_key = "{some(rng, ALNUM, 30)}7a"',
+        "aws-secret": f"AWS_SECRET_ACCESS_KEY={some(rng, ALNUM + '/+', 40)}",
+        "azure-key": f"AccountName=main;AccountKey={some(rng, ALNUM + '/+', 86)}==;EndpointSuffix=core.windows.net",
+        "telegram-token": f"bot = Bot({some(rng, string.digits, 9)}:AA{some(rng, ALNUM + '_-', 33)})",
+        "twilio-key": f"SK{some(rng, 'abcdef' + string.digits, 32)}",
+        "digitalocean-token": f"dop_v1_{some(rng, 'abcdef' + string.digits, 64)}",
+        "authorization": f"curl -H 'Authorization: Bearer {some(rng, ALNUM, 30)}7a1'",
+        "basic": "Authorization: Basic " + base64.b64encode(f"bob:{some(rng, ALNUM, 12)}".encode()).decode(),
+        "netrc-password": f"machine api.internal login bob password {some(rng, ALNUM, 10)}7a1",
+        "short-password-in-url": f"redis://:{some(rng, ALNUM, 4)}7@cache.internal/0",
+        "env": f"DB_PASSWORD={some(rng, ALNUM + '!#+%', 12)}7a1",
+        "yaml": f"  password: {some(rng, ALNUM, 10)}7a1  # of the test user",
+        "yaml-key": f"api_key: {some(rng, ALNUM, 24)}7a1",
+        "ini": f"secret_key = {some(rng, ALNUM, 16)}7a1",
     }
 
 
@@ -69,6 +83,12 @@ def test_no_planted_secret_passes_and_it_is_redacted_wholly():
         "see https://user:password@example.com/ and sk-learn",
         'SECRET_KEY = os.environ["SECRET_KEY"]',
         'tokens = ["identifier_one", "identifier_two"]',
+        "password: ${PASSWORD_2}\nDB_PASSWORD=changeme123\napi_key: your-api-key-123\npassword: str\ntoken: int64",
+        'def login(password: str = "", token=TOKEN_2): pass\npassword = os.environ["PASSWORD_1"]',
+        "token = sha256.hexdigest\nsecret = names_2[1]\nprivate_key: /etc/ssl/private/server1x.pem\nTOKEN=0x12ab34cd",
+        "Authorization: Bearer YOUR_ACCESS_TOKEN_1\nAuthorization: Basic QWxhZGRpbjpvcGVuIHNlc2FtZQ==",
+        "Authorization: Bearer <token1>\nmachine host.domain login bob password pass1\nredis://:admin@cache",
+        "secretName: tls-for-service-v2\ntokenizer: roberta-large-v3\npassword: {{ vault_password1 }}",
     ],
 )
 def test_placeholders_and_digests_are_no_secrets(text):

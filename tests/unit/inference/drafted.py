@@ -137,9 +137,9 @@ class ByHand:
         return self.finish([self.submit(request) for request in requests])
 
 
-def alone(request: CompletionRequest, like: Completion, make: Make = tiny) -> Completion:
+def alone(request: CompletionRequest, like: Completion, make: Make = tiny, **settings: Any) -> Completion:
     """What one request is answered without speculation, under the versions of the tokens of `like`."""
-    by_hand = ByHand(step=like.spans[0].version.step, max_sequences=1, make=make)
+    by_hand = ByHand(step=like.spans[0].version.step, max_sequences=1, make=make, **settings)
     running, num = by_hand.submit(request), 0
     for before, after in zip(like.spans, like.spans[1:], strict=False):
         num += before.num_tokens

@@ -150,7 +150,7 @@ def test_an_engine_whose_swap_failed_and_was_undone_serves_what_it_held(model: T
 
 
 def test_a_checkpoints_version_follows_from_its_content() -> None:
-    one, same, other = (initial_version(hf_views(Transformer(TINY, seed=s))) for s in (1, 1, 2))
+    one, same, other = (initial_version(hf_views(Transformer(TINY, seed=s)).items()) for s in (1, 1, 2))
     assert one == same
     assert one.step == 0
     assert one.digest != other.digest

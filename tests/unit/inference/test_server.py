@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -297,3 +298,33 @@ def test_a_follower_takes_no_core_that_the_engine_computes_on(tmp_path, monkeypa
     monkeypatch.setattr(server.os, "sched_getaffinity", lambda pid: set(range(cores)))
     server._start_follower(server._parser().parse_args(["--store", str(tmp_path), "--threads", str(threads)]))
     assert asked["threads"] == left
+
+
+@pytest.mark.slow
+def test_an_engine_of_two_ranks_serves_and_no_rank_outlives_it(argv: list[str], tmp_path: Path) -> None:
+    ranks = EngineConfig(max_sequences=6, context_tokens=512, tensor_parallel=2, device="cpu").arguments()
+    with subprocess.Popen([*argv, *ranks, "--degree", "2"], stdout=subprocess.PIPE, env=ENVIRONMENT) as process:
+        url = ready(process)["url"]
+
+        async def sampled() -> int:
+            async with HttpEngine(url) as remote:
+                return len((await remote.generate(ask("a"))).token_ids)
+
+        assert asyncio.run(sampled()) == 8
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        [rank] = [c for c in children if b"rank_process" in Path(f"/proc/{c}/cmdline").read_bytes()]
+        process.kill()
+        process.wait(60)
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{rank}/exe").exists():
+        assert time.monotonic() < deadline, "the rank is still there"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_load_its_part_ends_the_start_with_its_error(argv: list[str], tmp_path: Path) -> None:
+    for given, told in (["--degree", "1"], "set numerics.degree = 2"), (["--degree", "8"], "cannot be divided by 8"):
+        words = [*argv, "--tensor-parallel", "2", "--device", "cpu", *given]
+        done = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT, timeout=600)
+        assert done.returncode == 2
+        assert told in done.stderr

@@ -185,6 +185,18 @@ def test_an_engine_that_cannot_compute_as_the_run_asks_is_refused(numerics: dict
     assert build(RunConfig, {"fleet": fleet, "numerics": {"mode": "native"}}).max_running == 96
 
 
+@pytest.mark.parametrize(
+    ("kind", "argument"),
+    [("vllm", '--speculative-config={"method": "ngram"}'), ("vllm", "-sc.method=ngram"), ("sglang", "--spec_algo")],
+)
+def test_speculation_of_vllms_and_sglangs_own_is_refused_by_name(kind: str, argument: str) -> None:
+    given = {"fleet": {"engines": [kind]}, "numerics": {"mode": "native"}}
+    with pytest.raises(ConfigError, match=f"{kind}.arguments has") as caught:
+        build(RunConfig, given | {kind: {"arguments": ["--tensor-parallel-size=1", argument]}})
+    assert argument in str(caught.value)
+    assert build(RunConfig, given | {kind: {"arguments": ["-scheduler", "--spot=1"]}})
+
+
 def test_terms_that_compare_siblings_are_refused_by_name_where_first_rewards_decide() -> None:
     own, effort = {"name": "tone", "kind": "examples.plugins.rewards:FewTurns"}, {"name": "effort", "kind": "effort"}
     rank = {"name": "rank", "kind": "tests.loop.test_group_rewards:Rank"}

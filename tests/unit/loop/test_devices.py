@@ -47,6 +47,13 @@ def test_each_rank_of_this_machine_wants_a_gpu_of_its_own() -> None:
         check_devices(config, count=lambda: 2)
 
 
+def test_each_rank_of_an_engine_wants_a_gpu_from_the_named_one_on() -> None:
+    config = of(engine={"device": "cuda:1", "tensor_parallel": 2}, numerics={"mode": "native"})
+    check_devices(config, count=lambda: 3)
+    with pytest.raises(ConfigError, match="'cuda:1' for each of 2 ranks is not possible: torch sees 2 GPUs"):
+        check_devices(config, count=lambda: 2)
+
+
 def test_without_a_gpu_setting_no_device_is_queried() -> None:
     def asked() -> int:
         raise AssertionError("asked")

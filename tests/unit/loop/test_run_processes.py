@@ -27,6 +27,7 @@ ENGINE = EngineConfig(
     stall_s=300.0,
     dtype=ComputeDtype.BFLOAT16,
     device="cuda:1",
+    tensor_parallel=4,
     speculation=DRAFTER,
 )
 
@@ -36,8 +37,9 @@ def test_an_engine_is_started_with_every_setting_of_the_run(kind: EngineKind, tm
     default = EngineConfig()
     assert all(getattr(ENGINE, f.name) != getattr(default, f.name) for f in dataclasses.fields(ENGINE))
     foreign = ExternalEngineConfig(environment=tmp_path, kv_tokens=4096, arguments=("--a=b", "--c=d"))
-    speculation = DRAFTER if kind is EngineKind.REFERENCE else Speculation.OFF  # others refuse it
-    sizes = dataclasses.replace(ENGINE, speculation=speculation)
+    sizes = ENGINE
+    if kind is not EngineKind.REFERENCE:  # others refuse these
+        sizes = dataclasses.replace(ENGINE, speculation=Speculation.OFF, tensor_parallel=1)
     config = RunConfig(
         engine=sizes,
         numerics=NumericsConfig(mode=Mode.NATIVE),

@@ -106,8 +106,8 @@ def test_a_missing_directory_and_missing_weights_are_named(tmp_path: Path, saved
             lambda c: c | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
             "original_max_position_embeddings",
         ),
-        (lambda c: c | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_theta = 1.0"),
-        (lambda c: c | {"rope_scaling": {"rope_type": "yarn", "factor": 0}}, "factor = 0"),
+        (lambda c: c | {"rope_theta": 1.0, "rope_parameters": {"rope_type": "yarn"}}, "rope_theta = 1.0"),
+        (lambda c: c | {"rope_parameters": {"rope_type": "yarn", "factor": 0}}, "factor = 0"),
         (lambda c: c | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (
             lambda c: c | {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]},

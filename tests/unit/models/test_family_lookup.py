@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from etude.config import build, to_plain
 from etude.errors import CheckpointError, ConfigError, PluginRefused
 from etude.models import ModelConfig
+from etude.models.components import Yarn
 from etude.models.family_lookup import FAMILY_NAMES, OWN_FAMILIES, family_of
 
 ROTARY = {"rotary_dim": 2}
@@ -160,8 +162,8 @@ def test_a_module_that_does_not_import_is_refused(monkeypatch: pytest.MonkeyPatc
             "layer_types = 'full_attention' for each layer",
         ),
         ("glm4_moe", {"attention_bias": "yes"}, "attention_bias = 'yes'"),
-        ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor = 1.5"),
-        ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.7}}, "RoPE rotates 5"),
+        ("glm4_moe", {"partial_rotary_factor": 1.5, "rope_parameters": None}, "partial_rotary_factor = 1.5"),
+        ("glm4_moe", {"partial_rotary_factor": 0.7, "rope_parameters": None}, "RoPE rotates 5"),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
         ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type = 'per_head'"),
         ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias = False"),
@@ -179,9 +181,58 @@ def test_a_module_that_does_not_import_is_refused(monkeypatch: pytest.MonkeyPatc
 def test_what_a_family_does_not_compute_is_refused_by_its_key(
     family: str, change: dict[str, object], says: str
 ) -> None:
-    raw = family_of(family).tiny().to_hf() | change
+    raw = family_of(family).tiny().to_hf() | ({"rope_parameters": None} if "rope_scaling" in change else {}) | change
     with pytest.raises(CheckpointError, match=says):
         ModelConfig.from_hf(raw)
+
+
+YARN = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rope_parameters": YARN | {"factor": 4.0}}, "rope_parameters has factor = 4.0, but rope_scaling has 2.0"),
+        (
+            {"rope_parameters": YARN | {"rope_type": "llama3", "type": None}},
+            "rope_parameters has rope_type = 'llama3', but rope_scaling has 'yarn'",
+        ),
+        ({"rope_parameters": YARN | {"beta_fast": 8}}, "rope_parameters has beta_fast = 8, but rope_scaling has None"),
+        ({"rope_parameters": {"rope_type": "default"}}, "rope_type = 'default', but rope_scaling has 'yarn'"),
+        ({"rope_scaling": YARN | {"rope_type": "llama3"}}, "rope_scaling has type = 'yarn', but rope_type = 'llama3'"),
+        (
+            {"rope_theta": 500_000.0, "rope_scaling": YARN | {"rope_theta": 10_000.0}},
+            "rope_theta = 500000.0, but 10000.0 in the section of RoPE",
+        ),
+        (
+            {"rope_theta": 500_000.0, "rope_parameters": YARN | {"rope_theta": 10_000.0}},
+            "rope_theta = 500000.0, but 10000.0 in the section of RoPE",
+        ),
+        (
+            {"original_max_position_embeddings": 16},
+            "original_max_position_embeddings = 16, but 32 in the section of RoPE",
+        ),
+    ],
+)
+def test_settings_of_rope_that_contradict_are_refused_with_both_values(change: dict[str, object], says: str) -> None:
+    for name in ("qwen3_moe", "mixtral", "glm4_moe"):
+        raw = family_of(name).tiny().to_hf() | {"rope_scaling": YARN, "rope_parameters": None}
+        raw.pop("rope_theta")
+        assert ModelConfig.from_hf(raw).yarn == Yarn(factor=2.0, original_tokens=32)
+        with pytest.raises(CheckpointError, match=says):
+            ModelConfig.from_hf(raw | change)
+
+
+def test_both_sections_of_rope_are_read_where_they_agree() -> None:
+    new = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 2, "original_max_position_embeddings": 32}
+    for name in FAMILY_NAMES:
+        config = replace(family_of(name).tiny(), yarn=None, llama3=None)
+        assert ModelConfig.from_hf(config.extended(2.0).to_hf()) == config.extended(2.0)
+        raw = config.to_hf()
+        share = raw["rope_parameters"].get("partial_rotary_factor")
+        raw |= {"rope_parameters": new | {"partial_rotary_factor": share}, "rope_scaling": YARN, "rope_theta": None}
+        found = ModelConfig.from_hf(raw)
+        assert (found.rope_theta, found.yarn) == (5e5, Yarn(factor=2.0, original_tokens=32)), name
 
 
 def test_settings_that_only_some_families_have_are_refused_in_others() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +17,13 @@ import torch
 
 from etude.errors import ConfigError
 from etude.models import Transformer, hf_views, load_model, save_model
-from etude.models.checkpoint_files import load_tensors
+from etude.models.checkpoint_files import load_tensors, save_tensors
 from etude.numerics.config import Mode, NumericsConfig
 from etude.stores import MemoryStore
 from etude.telemetry import Telemetry, read_events
-from etude.training import LearnerConfig, MidTrainingConfig, TorchLearner, mid_train, write_corpus
+from etude.training import LearnerConfig, MidTrainingConfig, TorchLearner, core, mid_train, write_corpus
 from etude.training.config import LiveWeights, MtpLoss, OptimizerKind
+from etude.training.process_group import SingleProcess
 from etude.training.sharded.fsdp import meta_model
 from etude.training.sharded.mesh import Mesh
 from etude.weights import Channel
@@ -163,6 +166,30 @@ def test_a_reloaded_learner_goes_on_with_its_heads_to_the_bit(tmp_path: Path, we
         learner.forward_backward(batch(*stale))
         learner.optim_step()
     assert all(torch.equal(view, hf_views(second.model)[name]) for name, view in hf_views(first.model).items())
+
+
+def test_the_other_ranks_read_a_checkpoint_once_rank_0_has_written_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, seen = list[str](), list[list[str]]()
+
+    @contextlib.contextmanager
+    def propagate_errors(group: SingleProcess, what: str) -> Iterator[None]:
+        together.append(what)
+        yield
+        together.pop()
+
+    def save(*args: Any) -> None:
+        seen.append([*together])
+        save_tensors(*args)
+
+    monkeypatch.setattr(SingleProcess, "propagate_errors", propagate_errors)
+    monkeypatch.setattr(core, "save_tensors", save)
+    save_model(Transformer(HEADED, seed=4), tmp_path / "start", dtype="f32")
+    learner, _ = trained(tmp_path / "start", test_learner.CONFIG, NumericsConfig())
+    seen.clear()
+    learner.save(tmp_path / "saved")
+    assert seen == [["files"]]
 
 
 def test_several_ranks_refuse_a_model_with_heads_by_name(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.unit.corpus.test_chats import built, chat
+from tests.unit.corpus.test_rollouts import Run
+from tests.unit.corpus.test_rollouts import built as built_of_rollouts
 
 from etude.corpus import Corpus
 from etude.errors import ConfigError, CorpusError
@@ -146,6 +148,26 @@ def test_it_learns_to_answer_and_the_loss_of_held_out_answers_falls(
     assert short.heldout_loss is not None
     assert long.heldout_loss is not None
     assert long.heldout_loss < 0.7 * short.heldout_loss
+
+
+def test_solved_rollouts_are_imitated_and_the_others_are_not(config: MidTrainingConfig, tmp_path: Path) -> None:
+    """Of each task the rollout that was solved says something else than the one that was not."""
+    run = Run(tmp_path / "runs" / "own")
+    run.record(1, {task: [1.0, 0.0] for task in "abcdefgh"})
+    solved = built_of_rollouts(run)
+    config = replace(config, corpus=solved.folder, heldout_documents=0, phases=(replace(SAID, num_tokens=12_000),))
+    done = mid_train(config, None, tmp_path / "mid", model=SIZES, ranks=1, assets=run.folder / "tokenizer")
+    model = load_model(tmp_path / "mid")
+
+    def loss(said: str) -> float:
+        path = run.rollout("g000010.0", "a", said).trace.path(1)
+        tokens = torch.from_numpy(path.token_ids).long()
+        logits, _ = model(tokens[:-1], Packed([len(tokens) - 1], model.operators))
+        each = F.cross_entropy(logits, tokens[1:], reduction="none")
+        return float(each[torch.from_numpy(path.mask[1:])].mean().detach())
+
+    assert done.loss < 3.0  # of ln 300 = 5.7 before
+    assert loss("a0") + 0.1 < loss("a1")
 
 
 def test_two_ranks_train_what_one_trains(config: MidTrainingConfig, corpus: Corpus, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.corpus.test_chats import built as chats_built
+from tests.unit.corpus.test_chats import chat
 from tests.unit.training import spawned
 from tests.unit.training.test_mid_training_phases import SIZES, built, config, tokenizer
 
@@ -17,7 +19,7 @@ from etude.errors import ConfigError
 from etude.models import load_model
 from etude.numerics.config import Mode, NumericsConfig
 from etude.training import LearnerConfig, MidTrained, MidTrainingConfig, mid_train
-from etude.training.config import OptimizerKind
+from etude.training.config import LossTokens, MidTrainingPhase, OptimizerKind
 
 __all__ = ["built", "config", "tokenizer"]  # fixtures
 LEARNER = LearnerConfig(device="cpu", budget_tokens=128, lora_alpha=7.0)
@@ -28,6 +30,29 @@ def trained(config: MidTrainingConfig, out: Path, tokenizer: Path, **settings: A
     return mid_train(
         config, None, out, **{"model": SIZES, "ranks": 2, "assets": tokenizer, "learner": LEARNER, **settings}
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", list(OptimizerKind))
+def test_two_ranks_train_the_bytes_of_one_process_on_what_is_said(tmp_path: Path, optimizer: OptimizerKind) -> None:
+    """A phase on chats and texts, and then one with its loss on the answers: replicated, with FSDP2, and with experts
+    on ranks of their own."""
+    phases = [{"name": name, "tokens": 2400, "mix": {"talk": 3, "own": 1}} for name in ("main", "sft")]
+    corpus = chats_built(tmp_path, [chat(i) for i in range(16)], texts=4, phases=phases)
+    both = (MidTrainingPhase("main", num_tokens=1200), MidTrainingPhase("sft", num_tokens=1200, loss=LossTokens.SAID))
+    config = MidTrainingConfig(
+        corpus=corpus.folder, batch_tokens=300, document_tokens=128, lr=3e-3, warmup_steps=2, eval_every=4,
+        checkpoint_every=4, heldout_documents=1, phases=both, optimizer=optimizer,
+    )  # fmt: skip
+    tokenizer, model = tmp_path / "checkpoint", replace(SIZES, context_tokens=128)
+    one = trained(config, tmp_path / "one", tokenizer, alone=True, model=model)
+    main = trained(replace(config, phases=both[:1]), tmp_path / "main", tokenizer, alone=True, model=model)
+    assert one.num_steps > main.num_steps
+    assert one.digest != main.digest, "the second phase changed the weights"
+    experts = replace(LEARNER, ranks=2, expert_parallel=2)
+    for name, settings in {"two": {}, "rows": {"replicated": False}, "experts": {"learner": experts}}.items():
+        assert trained(config, tmp_path / name, tokenizer, model=model, **settings) == one, name
+        assert_same_weights(tmp_path / name, tmp_path / "one")
 
 
 def assert_same_weights(one: Path, other: Path) -> None:

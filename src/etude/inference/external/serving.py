@@ -108,6 +108,10 @@ def serve_external(
     if args.speculation not in (None, Speculation.OFF):
         what, facts = f"{args.name} cannot be started", f"{kind.name} has no --speculation {args.speculation}"
         raise EngineError(what, facts, hint="leave it out, or start a reference engine")
+    if (args.tensor_parallel or 1) > 1:
+        ranks = args.tensor_parallel
+        what, facts = f"{args.name} cannot be started", f"--tensor-parallel {ranks} is for reference engines"
+        raise EngineError(what, facts, hint=f"give --argument=--tensor-parallel-size={ranks}")
     token, listener = read_token(args.host), listen(args.host, args.port)
     held, has_checkpoint = environment(args.environment, kind), args.checkpoint is not None
     device = held.require().device

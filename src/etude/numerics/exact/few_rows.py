@@ -1,11 +1,15 @@
-"""Matrix products of few rows by a Rust kernel, `native/src/product.rs`, with the bits of the vendor's GEMM.
+"""Rust kernels for few rows: products with the bits of the vendor's GEMM, whole experts, decoding attention, norms.
 
 The vendor's GEMM turns all weights into another layout before it multiplies, which costs several times as much as a
 product of four rows. The kernel turns 32 outputs at a time in registers. It adds in the same order: chains of fused
 multiply-adds over blocks of inputs. The caller measures which block gives the vendor's bits (`matmul.block_for`). The
 kernel needs Linux and AVX-512. It uses one thread, and releases the GIL. There is no gradient.
 
-Shapes: S rows sorted by group, E groups, I and O width in and out."""
+A small model spends most of a step in calls of operators on a few kilobytes. So there are kernels for all experts of a
+layer, for attention of decoded tokens, and for norms (`native/src/fused.rs`).
+
+Shapes: S rows sorted by group, E groups, I and O width in and out, N tokens, K experts per token, D width, F expert
+width, G key/value heads, R query heads a key/value head, C positions a slot, A key width, B value width."""
 
 from __future__ import annotations
 
@@ -14,22 +18,35 @@ import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 LIBRARY = Path(__file__).parents[2] / "weights" / "delta" / "libetude_native.so"  # one library of all kernels
 LANES = 16
 MAX_BLOCK = 192
+MOST_ROWS = 256  # up to this number, the kernels are faster than the vendor's
 
 
 @functools.cache
-def _kernel() -> Callable[[object], int] | None:
+def _kernel(name: str) -> Callable[[object], int] | None:
     try:
-        function = ctypes.CDLL(str(LIBRARY)).etude_products
+        function = getattr(ctypes.CDLL(str(LIBRARY)), name)
     except (OSError, AttributeError):  # not built, or before this kernel
         return None
     function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_uint32
     kernel: Callable[[object], int] = function
     return kernel
+
+
+def are_for(x: torch.Tensor, *weights: torch.Tensor) -> bool:
+    """Return whether the kernels may compute with these tensors: float32 on the CPU, on one thread, without a gradient.
+
+    Widths are checked by the kernels."""
+    if torch.is_grad_enabled() or type(x) is not torch.Tensor or x.device.type != "cpu":
+        return False
+    alike = all(weight.dtype == torch.float32 and weight.stride(-1) == 1 for weight in weights)
+    return alike and x.dtype == torch.float32 and torch.get_num_threads() == 1
 
 
 def products(x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], block: int) -> torch.Tensor | None:
@@ -38,7 +55,7 @@ def products(x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], 
     None if the library or AVX-512 is missing, or if I, O or `block` is no multiple of `LANES`, or `block` not in
     [`LANES`, `MAX_BLOCK`]. `rows`: the number of rows of each group, S in all. `block`: the number of inputs in one
     chain of sums."""
-    kernel, (out_size, in_size) = _kernel(), weight_EOI.shape[-2:]
+    kernel, (out_size, in_size) = _kernel("etude_products"), weight_EOI.shape[-2:]
     if kernel is None or in_size % LANES or out_size % LANES or block % LANES or not LANES <= block <= MAX_BLOCK:
         return None
     x_SI = x_SI.contiguous()
@@ -50,3 +67,84 @@ def products(x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], 
         *(in_size, out_size, weight_EOI.stride(-2), of_group, block),
     )
     return None if kernel(request) else out
+
+
+def experts(
+    x_ND: torch.Tensor,
+    gates_NK: torch.Tensor,
+    experts_NK: torch.Tensor,
+    gate_up_E2FD: torch.Tensor,
+    down_EDF: torch.Tensor,
+    blocks: tuple[int, int],
+) -> torch.Tensor | None:
+    """Return for each token Σ over its K experts of gate · down(silu(gate_proj x) · up_proj x), float32 [N, D].
+
+    `experts_NK`: int64. `blocks`: the number of inputs in one chain of sums, of either product. None where `products`
+    returns None, or if the weights are not contiguous. Raises `ValueError` for an expert that does not exist."""
+    kernel = _kernel("etude_experts")
+    (num_experts, width, inner), (n, k) = down_EDF.shape, experts_NK.shape
+    whole = not any(size % LANES for size in (width, inner, *blocks)) and all(0 < b <= MAX_BLOCK for b in blocks)
+    if kernel is None or not whole or not (gate_up_E2FD.is_contiguous() and down_EDF.is_contiguous()):
+        return None
+    x_ND, gates_NK, experts_NK = x_ND.contiguous(), gates_NK.contiguous(), experts_NK.contiguous()
+    out = torch.empty(n, width)
+    tensors = (x_ND, gates_NK, experts_NK, gate_up_E2FD, down_EDF, out)
+    request = (ctypes.c_uint64 * 13)(*(t.data_ptr() for t in tensors), n, k, num_experts, width, inner, *blocks)
+    if not kernel(request):
+        return out
+    if experts_NK.min() < 0 or experts_NK.max() >= num_experts:
+        found = sorted({*experts_NK.flatten().tolist()})
+        raise ValueError(f"experts are numbered from 0 to {num_experts - 1}, not {found}")
+    return None
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("q", "keys", "values", "out", "slots", "counts", "num", "heads")]
+    _fields_ += [(name, ctypes.c_uint64) for name in ("group", "key_width", "value_width", "length")]
+    _fields_ += [("scale", ctypes.c_float)]
+
+
+def attention(
+    q_NGRA: torch.Tensor,
+    keys_SGCA: torch.Tensor,
+    values_SGCB: torch.Tensor,
+    slots: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    scale: float | None = None,
+) -> torch.Tensor | None:
+    """Return the attention of one token of each of some slots to the first keys of its slot, float32 [N, G, R, B].
+
+    `slots`, `counts`: [N], the slot of each token, and the number of keys that it sees, at least 1. `scale`: of the
+    scores before softmax; None: 1/√A. None where a width or C is no multiple of `LANES`, or the kernel is missing."""
+    kernel, (n, heads, group, width) = _kernel("etude_attention"), q_NGRA.shape
+    length, value_width = values_SGCB.shape[-2:]
+    kept = keys_SGCA.is_contiguous() and values_SGCB.is_contiguous()
+    if kernel is None or not kept or any(size % LANES for size in (width, value_width, length)):
+        return None
+    q_NGRA, slots, counts = q_NGRA.contiguous(), np.ascontiguousarray(slots), np.ascontiguousarray(counts)
+    assert counts.min() > 0
+    assert counts.max() <= length
+    out = torch.empty(n, heads, group, value_width)
+    addresses = (q_NGRA.data_ptr(), keys_SGCA.data_ptr(), values_SGCB.data_ptr(), out.data_ptr())
+    sizes = (n, heads, group, width, value_width, length, width**-0.5 if scale is None else scale)
+    request = _Attention(*addresses, slots.ctypes.data, counts.ctypes.data, *sizes)
+    return None if kernel(ctypes.addressof(request)) else out
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("x", "weight", "out", "rows", "width")]
+    _fields_ += [("eps", ctypes.c_float)]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor | None:
+    """Return x / √(mean x² + eps) · weight over the last dimension, float32 like x. `weight`: None for 1.
+
+    None where the width is no multiple of `LANES`, or the kernel is missing."""
+    kernel, width = _kernel("etude_norm"), x.shape[-1]
+    if kernel is None or width % LANES:
+        return None
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    address = 0 if weight is None else weight.data_ptr()
+    request = _Norm(x.data_ptr(), address, out.data_ptr(), x.numel() // width, width, eps)
+    return None if kernel(ctypes.addressof(request)) else out

@@ -31,7 +31,6 @@ MIN_ROWS = 4
 LINE_BYTES = 64
 MANY_ROWS = 64  # up to this number of rows, each is measured
 TILE = 32
-KERNEL_ROWS = 256  # up to this number, the kernel for few rows is faster than the vendor's
 SUM_NUMBERS = 1 << 22  # size of the intermediate tensor of `summed_product`
 REFERENCE_ROWS = 300
 SAMPLED_ROWS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 31, 33, 64, 100, 257)
@@ -65,11 +64,8 @@ def product_for(out_size: int, in_size: int, *, turned: bool = False) -> Product
 def block_for(x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int]) -> int:
     """Return the `block` with which `few_rows.products` equals the vendor's GEMM bit for bit; 0: use the GEMM.
 
-    The kernel is for at most `KERNEL_ROWS` rows of each matrix, on one thread, where no gradient is wanted."""
-    plain = type(x_SI) is torch.Tensor and x_SI.device.type == "cpu" and weight_EOI.stride(-1) == 1
-    if torch.is_grad_enabled() or not plain or not x_SI.dtype == weight_EOI.dtype == torch.float32:
-        return 0
-    if not 0 < max(rows) <= KERNEL_ROWS:
+    The kernel is for at most `few_rows.MOST_ROWS` rows, on one thread, where no gradient is wanted."""
+    if not few_rows.are_for(x_SI, weight_EOI) or not 0 < max(rows) <= few_rows.MOST_ROWS:
         return 0
     return _measured_block(*weight_EOI.shape[-2:], torch.get_num_threads())
 

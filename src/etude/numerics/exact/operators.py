@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -104,6 +105,21 @@ class Exact(Operators):
         parts = zip(torch.split(x_SI, list(rows)), weight_EOI.unbind(), strict=True)
         return torch.cat([product(x, w) for x, w in parts if len(x)])
 
+    def fused_experts(
+        self,
+        x_ND: torch.Tensor,
+        gates_NK: torch.Tensor,
+        experts_NK: torch.Tensor,
+        gate_up_E2FD: torch.Tensor,
+        down_EDF: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Compute the experts of few tokens by a kernel, where it has the bits of the operators one by one."""
+        first, second = (exact.block_for(x_ND, weight, [len(x_ND)]) for weight in (gate_up_E2FD, down_EDF))
+        blocks = (first, second)
+        if self.degree > 1 or not all(blocks) or not _fused_experts_agree(*down_EDF.shape[1:], blocks):
+            return None
+        return exact.few_rows.experts(x_ND, gates_NK, experts_NK, gate_up_E2FD, down_EDF, blocks)
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         return super().rms_norm(at_least_float32(x), weight, eps).to(self.dtype)
 
@@ -182,3 +198,18 @@ class Exact(Operators):
         Logits are not rounded to the dtype of activations, since that would add noise to the log-probabilities of
         engine and learner."""
         return self.router_scores(x_RD, weight_VD)
+
+
+@functools.cache
+def _fused_experts_agree(width: int, inner: int, blocks: tuple[int, int]) -> bool:
+    """Return whether `few_rows.experts` has the bits of the operators one by one, for experts with these widths."""
+    operators, generator = Exact(), torch.Generator().manual_seed(0)
+    sizes = ((16, width), (2, 2 * inner, width), (2, width, inner), (16, 2))
+    x, gate_up, down, gates = (torch.randn(*size, generator=generator) for size in sizes)
+    gate_up *= 8 * width**-0.5  # for silu of numbers of all sizes
+    chosen = (torch.arange(32).view(16, 2) + torch.arange(16)[:, None] % 2) % 2
+    done = exact.few_rows.experts(x, gates, chosen, gate_up, down, blocks)
+    h = operators.grouped(torch.cat([x, x]), gate_up, [16, 16])
+    out = operators.grouped(operators.gated(h), down, [16, 16])
+    reference = operators.combine(out, chosen * 16 + torch.arange(16)[:, None], gates)
+    return done is not None and torch.equal(done, reference)

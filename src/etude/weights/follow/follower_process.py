@@ -109,6 +109,7 @@ class FollowerProcess:
         self._version: Version | None = None
         self._tensors: dict[str, Tensor] = {}
         self._closed = False
+        self._image: tuple[int, int] | None = None
         self._child: _Child | None = self._start_child()
 
     def __enter__(self) -> Self:
@@ -126,6 +127,12 @@ class FollowerProcess:
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors of the held version by name, in read-only shared memory."""
         return MappingProxyType(self._tensors)
+
+    @property
+    def image(self) -> tuple[int, int] | None:
+        """The held version's image in shared memory, for other processes of this machine: its file descriptor and the
+        offset of its table (`image.read_image`). None before the first update. Valid until the next one, or `close`."""
+        return self._image
 
     @property
     def pid(self) -> int | None:
@@ -154,6 +161,8 @@ class FollowerProcess:
             if response.table_at is None:
                 return None
             image = read_image(fds[0], response.table_at)
+            self._close_image()
+            self._image = fds.pop(0), response.table_at
         finally:
             for fd in fds:
                 os.close(fd)
@@ -169,6 +178,12 @@ class FollowerProcess:
         self._closed = True
         if self._child is not None:
             self._child.end()
+        self._close_image()
+
+    def _close_image(self) -> None:
+        if self._image is not None:
+            os.close(self._image[0])
+        self._image = None
 
     def _lost(self, child: _Child, error: Exception) -> EtudeError:
         self._child = None
