@@ -25,7 +25,7 @@ from etude.errors import EngineError, EtudeError, MalformedRequest, WeightsError
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.inference.look_up import Drafter
-from etude.inference.rank_messages import RankJob
+from etude.inference.rank_messages import Commit, RankJob, Undo
 from etude.inference.ranks import RankedTarget, Ranks, load_part
 from etude.inference.weight_sync import WeightSync
 from etude.models import ModelConfig, hf_views, load_model, save_model
@@ -33,6 +33,7 @@ from etude.numerics.config import Mode, NumericsConfig
 from etude.numerics.exact.operators import Exact
 from etude.numerics.native import Native
 from etude.numerics.operators import Operators
+from etude.numerics.parallel import RankLost
 from etude.records import Completion, CompletionRequest
 from etude.records.completion import Traffic
 from etude.stores import DirectoryStore
@@ -240,7 +241,7 @@ async def refused(engine: ReferenceEngine, ranks: Ranks, following: WeightSync) 
     [pid], before = ranks.pids, engine.version
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))
-    with pytest.raises(WeightsError, match="rank 1 of engine-0: the image of new weights did not arrive"):
+    with pytest.raises(WeightsError, match="rank 1 of engine-0: the shared memory of new weights did not arrive"):
         await asyncio.to_thread(adopted, following)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
     assert engine.version == before
@@ -285,8 +286,23 @@ def test_an_idle_engine_notices_that_a_rank_was_killed_and_a_busy_one_that_it_ha
             with pytest.raises(EtudeError):
                 await engine.verify(range(1, 9))
 
+    async def late() -> None:
+        """It hangs while it prepares a version."""
+        async with opened(checkpoint) as (engine, ranks):
+            os.kill(ranks.pids[0], signal.SIGSTOP)
+            ranks._weights[0]._socket.settimeout(0.1)
+            with pytest.raises(RankLost, match="rank 1 of engine-0 does not answer: no reply within"):
+                ranks.beside_passes(Commit(), lambda: None)
+            deadline = time.monotonic() + 60
+            while engine.alive:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.05)
+            with pytest.raises(RankLost):
+                ranks.between_passes(Undo(), lambda: None)
+
     asyncio.run(killed())
     asyncio.run(hung())
+    asyncio.run(late())
 
 
 def test_results_of_operators_are_refused_on_several_ranks(tmp_path: Path) -> None:
@@ -294,7 +310,7 @@ def test_results_of_operators_are_refused_on_several_ranks(tmp_path: Path) -> No
 
     async def story() -> None:
         async with opened(checkpoint) as (engine, _):
-            with pytest.raises(MalformedRequest, match="a part of them only"):
+            with pytest.raises(MalformedRequest, match="does not return the results"):
                 await engine.operators([1, 2, 3], prompt_tokens=1)
 
     asyncio.run(story())

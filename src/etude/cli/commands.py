@@ -369,6 +369,19 @@ def _add_model_commands(commands: Commands[Parser]) -> None:
     serve.add_argument("--newest", action="store_true", help="serve the newest version of a run, not its branch stable")
     serve.add_argument("--fleet", metavar="URL", help="use the engines of a run, by the URL of its registry")
     serve.add_argument(
+        "--lend",
+        type=Path,
+        metavar="FILE",
+        help="start several engines and lend idle ones to the rollouts of the run; FILE (TOML) has the settings",
+    )
+    serve.add_argument(
+        "--engine",
+        choices=["reference", "vllm", "sglang"],
+        default="reference",
+        metavar="KIND",
+        help="the software of the engines: reference, vllm or sglang (default: %(default)s)",
+    )
+    serve.add_argument(
         "--no-summaries",
         action="store_true",
         help="refuse conversations that exceed the context, instead of summarising them",

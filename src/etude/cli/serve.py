@@ -17,8 +17,11 @@ from typing import TYPE_CHECKING
 
 from etude.cli.locations import existing_path, newest_run, open_run
 from etude.cli.releases import CHANNEL, refuse_other_releases
+from etude.config import load
 from etude.errors import InputError, WeightsError, nearest
 from etude.gateway import GatewayConfig, Keys
+from etude.harvest.config import LendConfig
+from etude.inference.config import EngineKind
 from etude.numerics.config import ComputeDtype, Quantise
 from etude.releases.pointers import CANARY, STABLE, branch_version
 from etude.releases.router import ReleaseRouter
@@ -40,6 +43,7 @@ def serve(args: argparse.Namespace) -> int:
     run alone is the version of its branch `stable`, or, without this branch or with `--newest`, the newest version.
     With `--releases` the branches `stable` and `canary` are served; with `--fleet` the version of its engines."""
     from etude.loop import event_loop
+    from etude.loop.serving import parts_of, require_servable
 
     named = [_named_model(text) for text in args.models]
     models = dict(named)
@@ -50,6 +54,12 @@ def serve(args: argparse.Namespace) -> int:
     if not models:
         newest = newest_run().path
         models = {newest.resolve().name: (newest, "")}
+    kind = EngineKind(args.engine)
+    sources = [parts_of(path, name, kind) for name, (path, _) in models.items()]
+    _refuse_together(sources, [version for _, version in models.values()], args)
+    for source in sources:
+        require_servable(source, captured=args.capture is not None)
+    lend = load(args.lend, LendConfig) if args.lend is not None else None
     gateway = GatewayConfig(
         host=args.host,
         port=args.port,
@@ -88,7 +98,7 @@ def serve(args: argparse.Namespace) -> int:
                 args.feedback, privacy=args.capture, keep_days=args.feedback_days, cap=args.feedback_cap
             )
         with contextlib.suppress(asyncio.CancelledError), ScratchDirectory("served-versions") as exported:
-            event_loop.run(_serve(models, exported, gateway, keys, recorder, feedback, args))
+            event_loop.run(_serve(models, sources, exported, gateway, keys, recorder, feedback, lend, args))
     finally:
         for name, one in (("capture", recorder), ("feedback", feedback)):
             if one is not None:
@@ -139,22 +149,29 @@ def _make_folder(option: str, folder: Path) -> None:
 
 async def _serve(
     models: dict[str, tuple[Path, str]],
+    sources: Sequence[ModelSource],
     exported: Path,
     gateway: GatewayConfig,
     keys: Keys | None,
     recorder: AnswerRecorder | None,
     feedback: FeedbackReceiver | None,
+    lend: LendConfig | None,
     args: argparse.Namespace,
 ) -> None:
-    from etude.loop.serving import forever, model_of_checkpoint, model_of_fleet, parts_of, require_signed, serve
+    from etude.loop.serving import (
+        forever,
+        lender_of,
+        model_of_checkpoint,
+        model_of_fleet,
+        require_signed,
+        serve,
+    )
 
     fleet: str | None = args.fleet
     public_key: bytes | None = args.public_key
     work = asyncio.current_task()
     assert work is not None, "runs in a task"
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, work.cancel)
-    sources: Sequence[ModelSource] = [parts_of(path, name) for name, (path, _) in models.items()]
-    _refuse_together(sources, [version for _, version in models.values()], args)
     router, lines = None, tuple[str, ...]()
     if args.releases is not None:
         sources = _versions(sources, fleet)
@@ -179,7 +196,13 @@ async def _serve(
     opened = [
         model_of_fleet(source, registry=fleet, gateway=gateway)
         if fleet
-        else model_of_checkpoint(source, public_key=public_key, gateway=gateway, log=report)
+        else model_of_checkpoint(
+            source,
+            public_key=public_key,
+            gateway=gateway,
+            log=report,
+            lender=lender_of(source, lend, report) if lend is not None and source is sources[0] else None,
+        )
         for source in sources
     ]
     _print_log()
@@ -203,6 +226,12 @@ def _refuse_together(sources: Sequence[ModelSource], versions: Sequence[str], ar
             "these say which version is served",
             hint="remove the version or the option",
         )
+    if fleet and args.engine != EngineKind.REFERENCE:
+        raise InputError(
+            f"--engine {args.engine} cannot be used with --fleet",
+            "the engines of a fleet run already",
+            hint="remove --engine; fleet.engines of the run says which engines it starts",
+        )
     if fleet and len(sources) > 1:
         raise InputError(
             "--fleet cannot serve several models",
@@ -220,6 +249,18 @@ def _refuse_together(sources: Sequence[ModelSource], versions: Sequence[str], ar
             f"--public-key cannot be used with a step (@{steps[0]})",
             "branches and the newest version are signed, steps are not",
             hint="point a branch at the version and serve it (RUN@BRANCH), or remove --public-key",
+        )
+    if args.lend is not None and (fleet or len(sources) > 1 or sources[0].store is None or any(versions)):
+        raise InputError(
+            "--lend needs one run with published weights",
+            "its engines load newer versions while they are lent",
+            hint="give one run, without --fleet and without a version",
+        )
+    if args.lend is not None and args.engine != EngineKind.REFERENCE:
+        raise InputError(
+            f"--lend cannot be used with --engine {args.engine}",
+            "only reference engines keep the tokens of rollouts when they are taken back",
+            hint="remove --engine or --lend",
         )
     if args.newest and (fleet or args.releases is not None):
         raise InputError(

@@ -111,9 +111,9 @@ class Chats(Lines):
 
 
 def check_tokenizer(folder: Path, sha256: str, *, noun: str) -> None:
-    """Raise `ConfigError` if the tokenizer.json in a folder does not have this SHA-256, that of the corpus's tokenizer.
+    """Raise `ConfigError` if `folder`/tokenizer.json is missing or its SHA-256 is not that of the corpus's tokenizer.
 
-    `noun`: what the folder is, in the error."""
+    `sha256`: 64 hex characters. `noun`: what the error calls the folder."""
     path = folder / "tokenizer.json"
     found = file_digest(path) if path.is_file() else "none"
     if found != sha256:

@@ -127,8 +127,9 @@ class FimConfig:
 class PhaseConfig:
     """A `[[phases]]` table: a part of mid-training with its own mixture.
 
-    `tokens`: the least number of tokens of the phase. Documents are taken whole: the last one of each source may exceed
-    it. `mix`: the share of each source in them, relative to each other (empty: the sources' `weight`)."""
+    - `tokens`: the planned number of tokens. Documents are taken whole, so the phase has at least so many, and at most
+      one document of each source more. It has fewer if all sources reach `max_epochs`.
+    - `mix`: the share of each source in them, relative to each other (empty: the sources' `weight`)."""
 
     name: str
     tokens: int = ranged(0, low=1)

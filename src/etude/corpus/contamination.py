@@ -33,7 +33,8 @@ from etude.corpus.tokens import Membership, Tokens
 CODE_GRAM, CODE_SEGMENT = 12, 64
 PROSE_GRAM, PROSE_SEGMENT = 4, 48  # a changed word changes 4 n-grams
 MIN_CODE, MIN_PROSE = 12, 12
-"""A segment has at least so many n-grams; a text without one is too short to be found."""
+"""The least number of n-grams of a segment: of code, of prose. A text with fewer has no segment and is not searched for
+(code below 23 tokens, prose below 15 words)."""
 MIN_RUN = 4
 """A document's n-grams count for a segment in runs of at least so many: single ones are idioms of the language."""
 MIN_DISTINCT = 0.8

@@ -20,12 +20,11 @@ class Document(msgspec.Struct, frozen=True):
     - `id` names it within its source and stays the same between builds.
     - `path` is its file ("": none); filters use the ending.
     - `licence` is an SPDX expression such as "MIT OR Apache-2.0" ("": not known).
-
-    - `said` is only for chats: the (first, last + 1) character of each answer of the assistant, in order. The text of a
-      chat is rendered by `ChatFormat`, and special tokens in it are encoded as such. In any other document, they are
-      encoded as ordinary text.
-    - `token_ids` is only for recorded rollouts: the ids as they were sampled, which are not encoded again. `said` then
-      counts tokens, and `text` is what the ids decode to, for filters."""
+    - `said`, for chats and recorded rollouts only: the [first, stop) range of each answer of the assistant, in order;
+      in characters of `text`, or in tokens if there are `token_ids`. `ChatFormat` renders the text of a chat, and
+      special tokens in it are encoded as such; in other documents as ordinary text.
+    - `token_ids`, for recorded rollouts only: the ids of prompts and answers as recorded, not encoded again. `text` is
+      what they decode to, for filters and exact duplicates."""
 
     id: str
     text: str

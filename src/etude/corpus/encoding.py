@@ -57,10 +57,11 @@ class Encoder:
     def mark_recorded(
         self, token_ids: npt.NDArray[np.uint32], said: Sequence[tuple[int, int]]
     ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
-        """Return the token ids of a recorded rollout with the end token, [T] uint32, and which of them the policy said,
-        [T] bool.
+        """Return a recorded rollout's token ids with the end token, uint32 [T], and whether the policy sampled each,
+        bool [T].
 
-        `said`: the (first, last + 1) token of each answer."""
+        `token_ids`: uint32. `said`: the [first, stop) tokens of each answer. The end token is added unless it is the
+        last."""
         marked = np.zeros(len(token_ids), np.bool_)
         for start, stop in said:
             marked[start:stop] = True

@@ -42,9 +42,10 @@ class Filtered:
 
 
 def filtered(document: Document, config: CorpusConfig) -> Filtered:
-    """Apply all filters to a document. A kept document has its own licence: that of its header, if there is one.
+    """Apply the filters of generated text, quality, licence and secrets.
 
-    A recorded rollout was judged by its reward, not by its quality as a text."""
+    A kept document has the licence of its header, if there is one. Recorded rollouts skip the first two filters: their
+    reward has judged them."""
     reason = generated_problem(document) or quality_problem(document.text, config.quality)
     if reason and not document.token_ids:
         return Filtered(None, reason)

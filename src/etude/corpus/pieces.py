@@ -241,8 +241,8 @@ class Piece:
 
     @cached_property
     def ends(self) -> npt.NDArray[np.int64]:
-        """[N + 1, 4] int64: the offsets at which text, provenance, answers and recorded tokens of each document begin;
-        the last row has their ends."""
+        """Where the parts of each document begin, int64 [N + 1, 4]: text and provenance in bytes, answers in
+        (first, stop) pairs, recorded tokens in tokens. The last row is the ends."""
         ends = np.fromfile(self.folder / "index.bin", "<i8").reshape(-1, 4)
         return np.concatenate([np.zeros((1, 4), np.int64), ends])
 

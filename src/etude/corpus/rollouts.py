@@ -1,7 +1,7 @@
-"""The document source `rollouts`: solved rollouts of finished or running runs, by the token ids in their traces.
+"""The document source `rollouts`: rollouts with a high reward, from the traces of runs, by their token ids.
 
-What the policy said is marked (`Document.said`), so a phase of mid-training with its loss there is rejection sampling:
-supervised fine-tuning on the rollouts that were rewarded."""
+Tokens that the policy sampled are marked (`Document.said`). A mid-training phase with `loss = "said"` on them is
+rejection sampling: supervised fine-tuning on rewarded rollouts. Runs may still be going on."""
 
 from __future__ import annotations
 
@@ -36,17 +36,18 @@ _UNSAID = (TurnKind.SIDE, TurnKind.REFUSED)
 
 @dataclass(frozen=True)
 class Rollouts(Divided):
-    """The rollouts in the traces of runs whose reward is high enough, as the token ids that the policy read and said.
+    """A source of the rollouts with a high enough reward in the traces of runs, by their recorded token ids.
 
     - `runs`: folders of runs, whose tokenizer must be that of the corpus.
     - `min_reward`: the smallest reward of a rollout that is kept.
     - `term`: the reward is the raw value of this term, such as "grade"; "": the composed reward that the run recorded.
     - `max_per_task`: at most so many rollouts of a task, over all runs: the best, and of equal ones the latest. 0: no
-      limit.
+      limit (the default).
 
     Traces have training tasks only. Canaries, and rollouts of production (`etude learn`), are left out. Each path of a
-    rollout from its first turn to a last one is a document; refused summaries and side calls are read, not said. Raises
-    `InputError` for a run without traces or without such rollouts."""
+    rollout, from its first turn to a leaf, is one document, if it has tokens to train on. Tokens of refused summaries
+    and side calls are in the document and not in the loss. "Latest" is the highest step. The constructor raises
+    `InputError` for invalid settings; `pieces` raises it for a run without traces, and if no run has such a rollout."""
 
     runs: tuple[Path, ...]
     min_reward: float = 1.0
@@ -55,24 +56,32 @@ class Rollouts(Divided):
 
     def __post_init__(self) -> None:
         if not self.runs or self.max_per_task < 0 or not math.isfinite(self.min_reward):
-            facts = f"runs = {len(self.runs)}, min_reward = {self.min_reward}, max_per_task = {self.max_per_task}"
+            facts = f"{len(self.runs)} runs, min_reward = {self.min_reward}, max_per_task = {self.max_per_task}"
             hint = "name at least one run, a finite min_reward, and a max_per_task of at least 0"
             raise InputError("a source of rollouts cannot have these settings", facts, hint=hint)
+        if len({run.resolve() for run in self.runs}) < len(self.runs):
+            facts = f"runs = {[str(run) for run in self.runs]}"
+            raise InputError("a source of rollouts names a run twice", facts, hint="name each run once")
 
     def check_tokenizer(self, sha256: str) -> None:
         """Raise `ConfigError` if the corpus has another tokenizer than one of the runs.
 
         `sha256`: the SHA-256 of the corpus's tokenizer.json."""
         for run in self.runs:
+            if not (run / "run.json").is_file():
+                raise InputError(f"{run} is no run", "it has no run.json", hint="give the folder of a run, as runs/own")
             check_tokenizer(run / "tokenizer", sha256, noun="run of the rollouts")
 
     def pieces(self) -> list[list[Any]]:
-        """Return for each trace file with such rollouts: [run, step, mtime in ns of the file, ids of the rollouts]."""
+        """Return one piece per trace file with kept rollouts, by run and step: [run, step, mtime of the file in ns,
+        rollout ids].
+
+        Raises `InputError` as in the class, and `LedgerError` for a damaged trace."""
         found = list[tuple[float, int, int, RecordedRollout]]()
         for number, run in enumerate(self.runs):
             steps = recorded_steps(run / "traces")
             if not steps:
-                hint = "name the folder of a run, and read its rollouts before `retention` deletes their traces"
+                hint = "give the folder of a run; traces are deleted as retention.disk_gb requires"
                 raise InputError(f"{run} has no traces", "there is no traces/batch-*.parquet", hint=hint)
             for step in steps:
                 progress.begin(f"reading rewards of step {step} of {run}")
@@ -82,8 +91,15 @@ class Rollouts(Divided):
         wanted = [one for one in found if one[0] >= self.min_reward]
         if not wanted:
             best = max((reward for reward, *_ in found), default=-math.inf)
-            facts = f"{len(found)} rollouts; the best reward is {best:g}, min_reward is {self.min_reward:g}"
-            raise InputError("no rollout of the runs is good enough", facts, hint="lower min_reward, or set `term`")
+            facts = f"the best reward is {best:g}" if best > -math.inf else "none has a reward"
+            if self.term and best == -math.inf:
+                outcomes = [one.outcome for *_, one in found if isinstance(one.outcome, Graded)]
+                terms = sorted({term for outcome in outcomes for term in outcome.values})
+                facts = f"none has a term {self.term!r}; their terms: {', '.join(terms) or 'none'}"
+            hint = "lower min_reward, or set term to a term of the reward"
+            raise InputError(
+                f"no rollout has a reward of at least {self.min_reward:g}", f"{len(found)} rollouts; {facts}", hint=hint
+            )
         of_task = Counter[str | None]()
         kept = list[tuple[int, int, str]]()
         for _, number, step, one in sorted(wanted, key=lambda one: (-one[0], -one[2], one[1], one[3].rollout_id)):

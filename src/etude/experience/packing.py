@@ -35,9 +35,9 @@ Read = Callable[[RolloutSummary], Rollout]
 def paths(trace: Trace, num_context: int = 0, *, learns: Callable[[Turn], bool] | None = None) -> Iterator[Path]:
     """Yield every path of a trace from root to leaf.
 
-    Each sampled token is in the loss of exactly one path. A later path that shares turns with an earlier one (a
-    summary, a sub-agent) has these turns as context only. The tokens of turns for which `learns` returns False (None:
-    `trained`) are in no loss, nor are those of the first `num_context` turns."""
+    Each sampled token is in the loss of at most one path, the first that has it: later paths have shared turns (before
+    a summary, a sub-agent) as context. In no loss are turns for which `learns` returns False (default: `trained`), and
+    the first `num_context` turns."""
     learns = trained if learns is None else learns
     seen = {at for at, turn in enumerate(trace.turns) if at < num_context or not learns(turn)}
     for leaf in trace.leaves():

@@ -1,4 +1,5 @@
-"""Settings of a simulated fleet of production: the TOML file of ``etude plan --production``."""
+"""Settings of fleets of production that are lent: the TOML files of ``etude serve --lend`` and, for a simulated one,
+of ``etude plan --production``."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass, field
 from etude.config import Plugin, ranged
 from etude.harvest.forecast import Forecast, PluginForecast
 from etude.harvest.leases import Lease
-from etude.harvest.policies import Capacity, Fixed, ForecastLending
+from etude.harvest.policies import Capacity, Fixed, ForecastLending, LendingPolicy, Reactive
 from etude.harvest.simulator import FleetShape, simulate
 from etude.harvest.traffic import DAY_S, TrafficShape, make_arrivals
 
@@ -17,6 +18,60 @@ class ForecastKind(enum.StrEnum):
     """The built-in forecasts. `forecast.FORECASTS` has their import paths."""
 
     TIME_OF_DAY = "time-of-day"
+
+
+class PolicyKind(enum.StrEnum):
+    """The policies of `LendConfig`."""
+
+    FORECAST = "forecast"  # `ForecastLending`
+    REACTIVE = "reactive"  # `Reactive`
+    STATIC = "static"  # `Fixed`: all engines but `min_serving`
+
+
+@dataclass(frozen=True)
+class LendConfig:
+    """How a gateway lends idle engines to the rollouts of a run.
+
+    - `registry`: the URL of the run's registry (`fleet.listen`).
+    - `engines`: the number of engines that the gateway starts. `min_serving` of them are never lent.
+    - `policy`: what decides how many engines are lent. `forecast`: the forecast of the policy of this name:
+      "time-of-day", or the import path of a plug-in (kind `forecast`).
+    - `target`: the share of an engine's sequences that production may use on average while other engines are lent.
+    - `lease_s`: an engine is lent if production will not need it for so many seconds, by the forecast; with the policy
+      "reactive", if production did not need it for so long.
+    - `tick_s`: the interval of decisions, in seconds.
+    - `silence_s`: if the run's registry does not answer for so many seconds, all engines are taken back."""
+
+    registry: str
+    engines: int = ranged(2, low=2, high=64)
+    min_serving: int = ranged(1, low=1)
+    policy: PolicyKind = PolicyKind.FORECAST
+    forecast: ForecastKind | Plugin = ForecastKind.TIME_OF_DAY
+    target: float = ranged(0.6, low=0.05, high=1.0)
+    lease_s: float = ranged(600.0, low=0.0)
+    tick_s: float = ranged(30.0, low=0.1, high=600.0)
+    silence_s: float = ranged(60.0, low=1.0)
+
+    def __post_init__(self) -> None:
+        if self.min_serving >= self.engines:
+            raise ValueError(
+                f"min_serving = {self.min_serving} leaves none of engines = {self.engines} to be lent: set it lower"
+            )
+
+    def make_policy(self, slots: int) -> LendingPolicy:
+        """Return a new policy for engines that decode `slots` sequences each. Raises `PluginRefused` if a plug-in
+        cannot be used."""
+        if self.policy is PolicyKind.STATIC:
+            return Fixed(self.engines - self.min_serving)
+        capacity = Capacity(self.engines, slots, self.target, self.min_serving)
+        if self.policy is PolicyKind.REACTIVE:
+            return Reactive(capacity, calm_s=self.lease_s)
+        return ForecastLending(capacity, make_forecast(self.forecast), lead_s=2 * self.tick_s, lease_s=self.lease_s)
+
+
+def make_forecast(named: ForecastKind | Plugin) -> Forecast:
+    """Return a new forecast. Raises `PluginRefused` if a plug-in cannot be used."""
+    return PluginForecast(named if isinstance(named, Plugin) else Plugin(named.value))
 
 
 @dataclass(frozen=True)
@@ -35,11 +90,6 @@ class HarvestConfig:
     fleet: FleetShape = field(default_factory=FleetShape)
     traffic: TrafficShape = field(default_factory=TrafficShape)
     seed: int = ranged(1, low=0)
-
-    def make_forecast(self) -> Forecast:
-        """Return a new forecast. Raises `PluginRefused` if a plug-in cannot be used."""
-        named = self.forecast
-        return PluginForecast(named if isinstance(named, Plugin) else Plugin(named.value))
 
 
 @dataclass(frozen=True)
@@ -62,7 +112,7 @@ def harvested(config: HarvestConfig) -> Harvested:
     """Simulate three days of a fleet, and return the result for the last one. The forecast learns from the others."""
     fleet = config.fleet
     arrivals = make_arrivals(config.traffic, 3 * DAY_S, seed=config.seed)
-    forecast = config.make_forecast()
+    forecast = make_forecast(config.forecast)
     for tick, load in enumerate(simulate(arrivals.between(0.0, 2 * DAY_S), fleet, Fixed(0)).loads):
         forecast.observe(tick * fleet.tick_s, load)
     capacity = Capacity(fleet.engines, fleet.costs.slots, config.target, fleet.min_serving)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from statistics import fmean
+from typing import Protocol
 
 from etude.errors import DeadlineExceeded, EngineError, EtudeError
 from etude.harvest.leases import AWAY, Lease, Leases
 from etude.harvest.policies import LendingPolicy
-from etude.harvest.pool import LentEngines
 from etude.inference import Fleet
 from etude.records.completion import Version
 from etude.seams import Engine
@@ -24,15 +24,28 @@ Move = Callable[[str, Version], Awaitable[None]]
 """Points the branch of an engine, given by name, at a version."""
 
 
+class Borrower(Protocol):
+    """What gets lent engines, and must give them back: `pool.LentEngines` or `registered.RegisteredEngines`."""
+
+    def add(self, name: str, engine: Engine) -> None:
+        """Use an engine for rollouts from now on. It has the version of the rollouts."""
+        ...
+
+    async def take(self, name: str) -> None:
+        """Send no more requests to an engine. Unknown names are ignored."""
+        ...
+
+
 class Harvester:
     """Lends engines of `production` to `rollouts`. Use it in one event loop.
 
-    - `engines`: all engines by name. At first they are the members of `production`, with its version.
+    - `engines`: all engines by name. At first they are the members of `production`, with its version. The caller may
+      replace one after a restart.
     - `move`: points the branch of an engine at a version, for example by `weights.chain.branches.point`.
     - `min_serving`: the number of engines that are never lent.
     - `drain_s`, `load_s`: the longest waits in seconds: for the requests of production of an engine that is to be lent,
       and for a version to be loaded.
-    - `report`: called with a line for each engine that could not be lent or taken back in time.
+    - `report`: called with a line for each engine that was lent or taken back, or could not be in time.
 
     `ended_s` and `served_s` have one number for each `take_back`: the seconds until the engine's rollouts had ended,
     and until it served production again."""
@@ -40,7 +53,7 @@ class Harvester:
     def __init__(
         self,
         production: Fleet,
-        rollouts: LentEngines,
+        rollouts: Borrower,
         engines: Mapping[str, Engine],
         move: Move,
         *,
@@ -49,7 +62,7 @@ class Harvester:
         load_s: float = 300.0,
         report: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._production, self._rollouts, self._engines, self._move = production, rollouts, dict(engines), move
+        self._production, self._rollouts, self._engines, self._move = production, rollouts, engines, move
         self._drain_s, self._load_s, self._report = drain_s, load_s, report
         self.leases = Leases(self._engines, min_serving=min_serving)
         self.ended_s: list[float] = []
@@ -71,6 +84,7 @@ class Harvester:
         await self._load(name, version)
         self.leases.move(name, Lease.LENT)
         self._rollouts.add(name, self._engines[name])
+        self._report(f"{name} is lent, with {version}")
 
     async def take_back(self, name: str, version: Version) -> None:
         """Take an engine back: its rollouts end with the tokens that they have, it loads `version`, and serves
@@ -87,6 +101,7 @@ class Harvester:
         self._production.add(name, self._engines[name])
         self.ended_s.append(ended - began)
         self.served_s.append(asyncio.get_running_loop().time() - began)
+        self._report(f"{name} serves production again, {self.served_s[-1]:.2f} s after it was taken back")
 
     async def follow(
         self,

@@ -13,10 +13,10 @@ import contextlib
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 
 from etude.errors import ContextFull, EngineError, MalformedRequest
-from etude.records.completion import Completion, CompletionRequest, StopReason, Traffic, VersionSpan
+from etude.inference.partial_completions import is_complete, joined, rest_of
+from etude.records.completion import Completion, CompletionRequest, Traffic
 from etude.seams import Ending, Engine, stream_or_complete
 
 PATIENCE_S = 3_600.0
@@ -132,9 +132,9 @@ class LentEngines:
         done: Completion | None = None
         while True:
             member = await self._next(request, done)
-            part = await self._part(member, _rest_of(request, done))
+            part = await self._part(member, rest_of(request, done))
             done = joined(request, done, part) if part is not None else done
-            if done is not None and _is_complete(request, done):
+            if done is not None and is_complete(request, done):
                 return done
             if not request.sampling.plain and done is not None:
                 self.num_lost_tokens += len(done.token_ids)
@@ -177,45 +177,3 @@ class LentEngines:
             running.task.cancel()
             del member.running[request.request_id]
         return None
-
-
-def _is_complete(request: CompletionRequest, done: Completion) -> bool:
-    sampling = request.sampling
-    return len(done.token_ids) >= sampling.max_tokens or done.stop_reason is StopReason.STOP
-
-
-def _rest_of(request: CompletionRequest, done: Completion | None) -> CompletionRequest:
-    """Return the request for the tokens that are missing after `done`."""
-    if done is None or not len(done.token_ids):
-        return request
-    number = len(done.token_ids)
-    return msgspec.structs.replace(
-        request,
-        prompt_ids=np.concatenate([request.prompt_ids, done.token_ids]),
-        sampling=msgspec.structs.replace(request.sampling, max_tokens=request.sampling.max_tokens - number),
-        routes_from=None if request.routes_from is None else len(request.prompt_ids) + number - 1,
-    )
-
-
-def joined(request: CompletionRequest, first: Completion | None, second: Completion) -> Completion:
-    """Join two parts of a completion of `request`. The prompt of `second` ended with the tokens of `first`."""
-    if first is None or not len(first.token_ids):
-        return second
-    spans = list(first.spans)
-    for span in second.spans:
-        before = spans[-1]
-        if before == VersionSpan(span.version, before.num_tokens, span.kv_epoch):
-            spans[-1] = VersionSpan(span.version, before.num_tokens + span.num_tokens, span.kv_epoch)
-        elif span.num_tokens:
-            spans.append(span)
-    return Completion(
-        request_id=request.request_id,
-        token_ids=np.concatenate([first.token_ids, second.token_ids]),
-        logprobs=np.concatenate([first.logprobs, second.logprobs]),
-        routes=np.concatenate([first.routes, second.routes]),
-        routes_start=first.routes_start if len(first.routes) else second.routes_start,
-        spans=tuple(spans),
-        stop_reason=second.stop_reason,
-        engine=second.engine,
-        num_cached=first.num_cached,
-    )

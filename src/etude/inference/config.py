@@ -101,8 +101,13 @@ def check_ranks(engine: EngineConfig, numerics: NumericsConfig) -> None:
     if numerics.mode is Mode.EXACT and numerics.degree % ranks:
         facts = f"numerics.degree = {numerics.degree}: exact mode gives equal bits for that number of ranks, and fewer"
         hint = f"set numerics.degree = {ranks}"
+    elif numerics.mode is Mode.EXACT and engine.device.startswith("cuda"):
+        facts = f"engine.device = {engine.device!r}: exact sums over ranks need CPUs"
+        hint = "set engine.device = 'cpu' or numerics.mode = 'native'"
     elif numerics.quantise is not Quantise.NONE:
-        facts = f"numerics.quantise = {str(numerics.quantise)!r}: ranks cannot follow packed weights"
+        facts = (
+            f"numerics.quantise = {str(numerics.quantise)!r}: an engine with ranks cannot load low-precision weights"
+        )
         hint = "set numerics.quantise = 'none'"
     elif engine.speculation is Speculation.HEADS:
         facts = "engine.speculation = 'heads': MTP heads draft on one rank only"

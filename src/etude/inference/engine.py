@@ -287,7 +287,7 @@ class ReferenceEngine:
         if self._ranks is not None:
             raise MalformedRequest(
                 f"{self.name} does not return the results of its operators",
-                "each of its ranks has a part of them only",
+                "each rank computes only a part of them",
                 hint="ask an engine with engine.tensor_parallel = 1",
             )
         if not 1 <= prompt_tokens <= len(token_ids):
@@ -413,12 +413,13 @@ class ReferenceEngine:
         assert now is not None, "a request that waits and has tokens was preempted"
         return now if kept is None else np.concatenate([kept, now[len(kept) :]])
 
-    def _finish(self, running: Running) -> None:
+    def _finish(self, running: Running, *, cut: bool = False) -> None:
+        """Complete a request. `cut`: the engine ends it, and another one can go on."""
         request, ids = running.request, running.token_ids
         if len(ids) > running.num_spanned:
             running.close_span(self.version)
         routes = self._routes(running)
-        stopped = ids[-1] in request.sampling.stop_token_ids
+        reason = StopReason.STOP if ids[-1] in request.sampling.stop_token_ids else StopReason.LENGTH
         completion = Completion(
             request_id=request.request_id,
             token_ids=np.array(ids, np.int32),
@@ -426,7 +427,7 @@ class ReferenceEngine:
             routes=routes,
             routes_start=running.num_prompt + len(ids) - 1 - len(routes),
             spans=tuple(running.spans),
-            stop_reason=StopReason.STOP if stopped else StopReason.LENGTH,
+            stop_reason=StopReason.CANCELLED if cut else reason,
             engine=self.name,
             num_cached=min(running.num_cached, running.num_prompt),
             **_likeliest(running),
@@ -458,6 +459,8 @@ class ReferenceEngine:
                 if swap.applied:
                     raise
                 continue
+            if swap.version.incarnation == self.version.incarnation:
+                self._end_outdated(swap.version.step)
             self._scheduler.swapped(self.version)
             self.version = swap.version
             for gone in self._scheduler.remove_outdated(self.version.step):
@@ -471,6 +474,14 @@ class ReferenceEngine:
             for waiter in reached:
                 if waiter.set_running_or_notify_cancel():
                     waiter.set_result(self.version)
+
+    def _end_outdated(self, step: int) -> None:
+        """Complete the plain requests that require a later version than one to which the engine goes back, with the
+        tokens that they have. The client goes on elsewhere (`partial_completions`)."""
+        for running in (*self._scheduler.running, *self._scheduler.waiting):
+            request = running.request
+            if request.min_step > step and running.token_ids and request.sampling.plain:
+                self._finish(running, cut=True)
 
     def _await_step(self, min_step: int, future: Future[Version]) -> None:
         if self.version.step < min_step:

@@ -37,8 +37,9 @@ import msgspec
 
 from etude.errors import ContextFull, DeadlineExceeded, EngineBehind, EngineError, MalformedRequest
 from etude.inference.errors import EngineBusy, EngineGone, EngineLate, Unauthorised
+from etude.inference.partial_completions import joined, rest_of
 from etude.inference.registry_messages import ListedEngine, State
-from etude.records.completion import Completion, CompletionRequest, Traffic, Version
+from etude.records.completion import Completion, CompletionRequest, StopReason, Traffic, Version
 from etude.seams import Ending, Engine, stream_or_complete
 
 REST_S = 2.0  # an engine that was gone is skipped for so long
@@ -233,6 +234,14 @@ class _Attempt:
         return member.name in self.behind or member.is_behind(self.step)
 
 
+@dataclass
+class _Streamed:
+    """A streamed request: the engine that has it, and whether its caller has ended it."""
+
+    engine: object = None
+    ended: bool = False
+
+
 class Fleet:
     """Many engines, used as one policy. It implements `seams.Policy`, `seams.Streaming` and
     `seams.Ending`.
@@ -258,7 +267,7 @@ class Fleet:
         self._members = {name: _Member(name, engine) for name, engine in engines.items()}
         self._sessions: dict[str, str] = {}  # session -> engine name, least recently used first
         self._regions: dict[str, str] = {}  # group -> region of its newest session, least recently used first
-        self._streaming: dict[str, object] = {}  # the engine of each streamed request, by its id
+        self._streaming: dict[str, _Streamed] = {}  # the streamed requests by their id
         self._changed = asyncio.Event()
 
     @property
@@ -319,11 +328,28 @@ class Fleet:
         for one in [s for s in self._sessions if s == session_id or s.startswith(f"{session_id}+")]:
             del self._sessions[one]
 
+    async def retire(self, name: str, *, deadline_s: float) -> None:
+        """Remove an engine that has left, and wait until the requests that it serves have ended, at most `deadline_s`
+        seconds. Unknown names are ignored."""
+        member, deadline = self._members.pop(name, None), _now() + deadline_s
+        while member is not None and member.num_running and _now() < deadline:  # noqa: ASYNC110  requests count it
+            await asyncio.sleep(DRAIN_POLL_S)
+
     async def complete(self, request: CompletionRequest) -> Completion:
         """Sample a completion on one of the engines, as `seams.Policy.complete` does.
 
         `MalformedRequest` and `ContextFull` are raised at once. After other errors the request is sent to other
-        engines, until its deadline or `patience_s` is reached (see the module)."""
+        engines, until its deadline or `patience_s` is reached (see the module). A completion that an engine has ended
+        early goes on at another one."""
+        done: Completion | None = None
+        while True:
+            part = await self._complete(rest_of(request, done))
+            done = joined(request, done, part)
+            if done.stop_reason is not StopReason.CANCELLED:
+                return done
+
+    async def _complete(self, request: CompletionRequest) -> Completion:
+        """Sample on one engine, after errors on others. The completion may be one that the engine ended early."""
         attempt = _Attempt(request, _now() + request.deadline_s, self.patience_s)
         while True:
             member, sent_at = await self._next(attempt), _now()
@@ -332,37 +358,57 @@ class Fleet:
             except EngineError as error:
                 self._after_refusal(member, attempt, error, _now() - sent_at)
             else:
-                self._remember(request, member)
+                self._remember(request, member, completion)
                 return completion
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
         """Sample a completion on one of the engines and yield its parts, as `seams.Streaming.stream` does.
 
         Before the first tokens a failed request is retried on another engine, as in `complete`. After them the error is
-        raised, since yielded tokens cannot be taken back."""
+        raised, since yielded tokens cannot be taken back. A completion that an engine has ended early goes on at
+        another one."""
+        done: Completion | None = None
+        streamed = self._streaming[request.request_id] = _Streamed()
+        try:
+            while True:
+                async with contextlib.aclosing(self._stream(rest_of(request, done), streamed)) as parts:
+                    async for part in parts:
+                        if not isinstance(part, Completion):
+                            yield part
+                            continue
+                        done = joined(request, done, part)
+                        if streamed.ended or done.stop_reason is not StopReason.CANCELLED:
+                            yield done
+                            return
+        finally:
+            self._streaming.pop(request.request_id, None)
+
+    async def _stream(self, request: CompletionRequest, streamed: _Streamed) -> AsyncGenerator[list[int] | Completion]:
+        """Stream from one engine, after errors on others. The completion may be one that the engine ended early."""
         attempt, begun = _Attempt(request, _now() + request.deadline_s, self.patience_s), False
         while True:
             member, sent_at = await self._next(attempt), _now()
             try:
-                self._streaming[request.request_id] = member.engine
+                streamed.engine = member.engine
                 async with contextlib.aclosing(_stream_parts(member, attempt)) as parts:
                     async for part in parts:
                         begun = True
                         if isinstance(part, Completion):
-                            self._remember(request, member)
+                            self._remember(request, member, part)
                         yield part
                 return
             except EngineError as error:
                 if begun:
                     raise
                 self._after_refusal(member, attempt, error, _now() - sent_at)
-            finally:
-                self._streaming.pop(request.request_id, None)
 
     async def end(self, request_id: str) -> None:
-        engine = self._streaming.get(request_id)
-        if isinstance(engine, Ending):
-            await engine.end(request_id)
+        streamed = self._streaming.get(request_id)
+        if streamed is None:
+            return
+        streamed.ended = True
+        if isinstance(streamed.engine, Ending):
+            await streamed.engine.end(request_id)
 
     async def _next(self, attempt: _Attempt) -> _Member:
         """Wait for an engine that can serve the request.
@@ -490,9 +536,9 @@ class Fleet:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), pause_s)
 
-    def _remember(self, request: CompletionRequest, member: _Member) -> None:
+    def _remember(self, request: CompletionRequest, member: _Member, completion: Completion) -> None:
         self._sessions.pop(request.session_id, None)
-        if request.keep_session:
+        if request.keep_session and completion.stop_reason is not StopReason.CANCELLED:  # that engine is behind
             self._sessions[request.session_id] = member.name
         for remembered in (self._sessions, self._regions):
             if len(remembered) > MAX_SESSIONS:

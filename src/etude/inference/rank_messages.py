@@ -25,12 +25,13 @@ LENGTH_BYTES, MAX_BYTES = 8, 1 << 30
 
 @dataclass(frozen=True)
 class RankJob:
-    """What a rank computes. It is sent pickled, as the first message.
+    """What a rank needs to start. Rank 0 sends it pickled, as the first message.
 
-    - `checkpoint`: the directory to load. None: `model` has the sizes, and the weights come later.
-    - `threads`: the threads of its forward passes.
-    - `meeting`: a file by which the ranks find each other; `Ranks` makes one.
-    - `rank`: the number of this rank."""
+    - `checkpoint`: the directory to load. None: random weights with the sizes of `model`; weights come with `Prepare`.
+    - `numerics`, `config`: those of the engine.
+    - `threads`: CPU threads of a forward pass.
+    - `meeting`: the file through which the ranks connect (`Ranks` makes it).
+    - `rank`: from 0."""
 
     checkpoint: Path | None
     model: ModelConfig | None
@@ -42,11 +43,12 @@ class RankJob:
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """One forward pass, as a `scheduler.Plan` describes it.
+    """One forward pass: what the other ranks need of a `scheduler.Plan`. No reply.
 
-    - `copies`: (source slot, target slot, stop) of each copy of keys and values, which are made before.
-    - `slots`, `positions`: of the decoding sequences. `spans`: (slot, start, stop) of each chunk and of drafts.
-    - `token_ids`: the tokens of all rows."""
+    - `copies`: (source slot, target slot, stop), made in order before the pass; copies positions [0, stop).
+    - `slots`, `positions`: of each decoding sequence.
+    - `spans`: (slot, start, stop) of each prompt chunk, then of each draft.
+    - `token_ids`: one per decoding sequence, then those of the spans."""
 
     copies: list[tuple[int, int, int]]
     slots: list[int]
@@ -56,21 +58,21 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Score(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A forward pass of one text, without the KV cache."""
+    """A forward pass of one text, without the KV cache. No reply."""
 
     token_ids: list[int]
 
 
 class Apply(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Write the weights that were prepared. There is a reply."""
+    """Write the weights that were prepared. The rank replies."""
 
 
 class Undo(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Write back the weights from before `Apply`, if they were written. There is a reply."""
+    """Restore the weights from before `Apply`. Does nothing if this rank did not write. The rank replies."""
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Prepare a version for writing. Its image in shared memory comes as a file descriptor. There is a reply.
+    """Prepare a version for writing. Its image in shared memory comes as a file descriptor. The rank replies.
 
     `table_at`: as `image.read_image` takes it. `complete`: write all weights, in a way that cannot be undone."""
 
@@ -83,7 +85,7 @@ class Compare(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Free what was kept for `Undo`, and the image. There is a reply."""
+    """Free what was kept for `Undo`, and the image. The rank replies."""
 
 
 Call = Step | Score | Apply | Undo
@@ -106,7 +108,7 @@ class Link:
     All methods raise `EOFError` or `OSError` (`TimeoutError` among them) if the other end is gone or late."""
 
     def __init__(self, connection: socket.socket, deadline_s: float | None) -> None:
-        self._socket = connection
+        self._socket, self.deadline_s = connection, deadline_s
         connection.settimeout(deadline_s)
 
     def send(self, message: object, *fds: int) -> None:
@@ -124,7 +126,10 @@ class Link:
             self._socket.sendall(head + data)
 
     def receive(self, kind: Any) -> tuple[Any, list[int]]:
-        """Receive a message of a type, or of one of a union. Returns it and the file descriptors that came with it."""
+        """Receive one message.
+
+        Returns it, decoded as `kind` (a Struct type or a union of them), and the file descriptors (at most one) that
+        came with it, which the caller closes. Raises also `msgspec.ValidationError`."""
         data, fds = self.receive_bytes()
         return msgspec.msgpack.decode(data, type=kind), fds
 
@@ -161,5 +166,5 @@ class Link:
 
 
 def replied(error: EtudeError | None = None, names: list[str] | None = None) -> Reply:
-    """Return the reply with an error, or with names."""
+    """Return a `Reply` with this error, or else with these names (default: none)."""
     return Reply(None if error is None else (error.what, error.facts, error.hint), names or [])

@@ -1,8 +1,8 @@
-"""The process of one rank of an engine, other than rank 0: it computes its part of each forward pass.
+"""The process of an engine's rank other than 0: it computes that rank's part of each forward pass.
 
-It is started as ``python -m etude.inference.rank_process STEPS WEIGHTS``: the file descriptors of its two connections
-to rank 0 (`rank_messages`). It has no scheduler, no sampler and no requests. It ends with its parent, and when a
-forward pass fails: rank 0 then ends too."""
+Rank 0 starts it with `python -m etude.inference.rank_process STEPS WEIGHTS`, the file descriptors of its two
+connections (`rank_messages`). It has no scheduler, sampler or requests. It ends when rank 0 ends, and after an error in
+a forward pass, which rank 0 notices."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ from etude.weights.follow.targets import Swap, Target
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compute for rank 0 until it ends. `argv`: the numbers of the two file descriptors."""
+    """Run a rank until rank 0 ends. `argv`: the two file descriptors, STEPS and WEIGHTS.
+
+    Returns the exit code if the model cannot be loaded; otherwise it ends the process and does not return."""
     for ending in (signal.SIGINT, signal.SIGTERM):  # rank 0 handles these signals; this process ends with it
         signal.signal(ending, signal.SIG_IGN)
     die_with_parent()
@@ -111,7 +113,7 @@ class Part:
 
 
 class Weights:
-    """A rank's live weights, and the version that is prepared for them. `model`: the rank's part."""
+    """Prepares, writes and compares new versions of a rank's weights. `model`: this rank's part."""
 
     def __init__(self, model: Transformer) -> None:
         self._model = model
@@ -145,15 +147,17 @@ class Weights:
         except EtudeError as error:
             return replied(error)
         except (OSError, MemoryError) as error:
-            hint = "free memory on the engine's machine; it will be retried"
-            return replied(WeightsError("not enough memory for new weights", str(error), hint=hint))
+            hint = "free memory on the engine's machine; the engine tries again"
+            return replied(WeightsError("the new weights could not be prepared", str(error), hint=hint))
         return replied(names=names)
 
     def _made(self, call: WeightsCall, fds: list[int]) -> list[str]:
         if isinstance(call, Prepare):
             if not fds:
-                hint = "raise the limit of open files (ulimit -n) of the engine; it will be retried"
-                raise WeightsError("the image of new weights did not arrive", "too many files are open", hint=hint)
+                hint = "raise the limit of open files (ulimit -n) of the engine; the engine tries again"
+                raise WeightsError(
+                    "the shared memory of new weights did not arrive", "too many files are open", hint=hint
+                )
             self._prepare(call, fds[0])
         elif isinstance(call, Compare):
             assert self._target is not None, "it was prepared"

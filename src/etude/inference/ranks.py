@@ -1,9 +1,10 @@
-"""Tensor-parallel ranks: the processes that compute one model for an engine, as rank 0 controls them.
+"""Starts and controls the tensor-parallel ranks of an engine: the processes that together compute its model.
 
 Rank 0 is the engine's process. It schedules, samples and serves, and has the first part of the model. Every other rank
 (`rank_process`) has another part of each layer, and of its keys and values. Rank 0 sends them each forward pass, then
 computes its own part; the sums of a layer are collectives (`numerics.parallel`). So all ranks make the same passes in
-the same order. A new version is written on all ranks between the same two passes, or on none.
+the same order. A new version is written on all ranks between the same two passes. If one fails, all restore the old
+version; if that fails, the engine ends.
 
 If a rank ends or hangs, rank 0 raises `RankLost`, with which the engine ends. The ranks end with rank 0."""
 
@@ -65,14 +66,17 @@ HINT = "restart the engine; the end of its log has the output of all ranks"
 
 
 class Ranks:
-    """The other ranks of an engine, which it starts at once, and rank 0's place among them (`parallel`).
+    """Starts the other ranks of an engine, and sends them calls. `parallel` is rank 0's place among them.
 
-    Create it in the main thread: the kernel kills the ranks when the thread that started them ends. `job` is that of
-    rank 0. Use it as a context manager, or call `close`, which ends the ranks. Only one thread may call `step`, `score`
-    and swaps' `apply` and `undo` (the engine's), and only one `prepare`, `compare` and `commit`. Raises `RankLost`."""
+    Create it in the main thread: the kernel kills the ranks when the thread that started them ends. `job`: that of
+    rank 0. `close`, or the end of a `with` block, kills the ranks. Only the engine's thread may call `step`, `score`
+    and a swap's `apply` and `undo`; only one other thread `prepare`, `compare` and `commit`. After a call raised
+    `RankLost`, so do `check` and all calls with replies. Creation raises `RankLost`, `ConfigError` (`rank_device`) and
+    torch's error if ranks cannot connect."""
 
     def __init__(self, job: RankJob, *, name: str = "engine") -> None:
         self.name, self._deadline_s = name, deadline_s(job.config)
+        self._lost: RankLost | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._steps: list[Link] = []
         self._weights: list[Link] = []
@@ -115,19 +119,22 @@ class Ranks:
         self._replies(self._weights)
 
     def close(self) -> None:
-        """Kill the ranks. Further calls of `close` do nothing."""
+        """Kill the ranks with SIGKILL, and wait for them (up to 10 s each). Further calls do nothing."""
         self._opened.close()
 
     def check(self) -> None:
-        """Raise `RankLost` if a rank has ended."""
+        """Raise `RankLost` if a rank has ended, or did not reply in time."""
+        if self._lost is not None:
+            raise self._lost
         for rank, process in enumerate(self._processes, 1):
             if (code := process.poll()) is not None:
                 raise RankLost(f"rank {rank} of {self.name} ended", f"its exit code is {code}", hint=HINT)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """While the block computes with the other ranks: raise an error that names a rank which has ended, in place of
-        that of the collective."""
+        """Return a context manager for rank 0's part of a pass.
+
+        If the block raises `RankLost`, it raises an error that names the rank that ended, if there is one."""
         try:
             yield
         except RankLost:
@@ -141,24 +148,32 @@ class Ranks:
             time.sleep(0.02)
 
     def step(self, plan: Plan) -> None:
-        """Have the other ranks compute a plan's forward pass. The caller computes its own part next."""
+        """Send a plan's forward pass to the other ranks, and return at once: the caller then computes its own part.
+
+        Raises `RankLost`."""
         self._send(self._steps, forward_pass(plan))
 
     def score(self, token_ids: Sequence[int]) -> None:
-        """Have the other ranks compute a forward pass of a text. The caller computes its own part next."""
+        """Send a forward pass over these token ids, without the KV cache, and return at once.
+
+        The caller then computes its own part. Raises `RankLost`."""
         self._send(self._steps, Score(list(token_ids)))
 
     def between_passes(self, call: Call, own: Callable[[], T]) -> T:
         """Have the other ranks make a call between two forward passes, while this one calls `own`. Returns its result.
 
-        Raises the error of `own`, else that of the first rank that failed."""
+        Raises the error of `own`, else that of the first rank that failed, and `RankLost`."""
         return self._together(self._steps, call, own)[0]
 
     def beside_passes(self, call: WeightsCall, own: Callable[[], T], *fds: int) -> tuple[T, list[Reply]]:
-        """As `between_passes`, while forward passes go on. Returns the replies too. `fds`: sent with the call."""
+        """Have the other ranks make a call while forward passes go on, and call `own` meanwhile.
+
+        Returns its result and the replies by rank. `fds`: file descriptors sent with the call. Raises as
+        `between_passes` does."""
         return self._together(self._weights, call, own, *fds)
 
     def _together(self, links: list[Link], call: object, own: Callable[[], T], *fds: int) -> tuple[T, list[Reply]]:
+        self.check()
         self._send(links, call, *fds)
         try:
             result = own()
@@ -170,14 +185,14 @@ class Ranks:
 
     def _send(self, links: list[Link], call: object, *fds: int) -> None:
         for rank, link in enumerate(links, 1):
-            with self._answers(rank):
+            with self._answers(rank, link):
                 link.send(call, *fds)
 
     def _replies(self, links: list[Link]) -> list[Reply]:
         """Receive a reply of each rank. Raises the first error, after all have replied."""
         replies = []
         for rank, link in enumerate(links, 1):
-            with self._answers(rank):
+            with self._answers(rank, link):
                 replies.append(link.receive(Reply)[0])
         for rank, reply in enumerate(replies, 1):
             if reply.error is not None:
@@ -186,12 +201,15 @@ class Ranks:
         return replies
 
     @contextlib.contextmanager
-    def _answers(self, rank: int) -> Iterator[None]:
+    def _answers(self, rank: int, link: Link) -> Iterator[None]:
         try:
             yield
         except (OSError, EOFError) as error:
             self._check_soon()
-            raise RankLost(f"rank {rank} of {self.name} does not answer", repr(error), hint=HINT) from None
+            late = isinstance(error, TimeoutError)
+            facts = f"no reply within {link.deadline_s:g} s" if late else "its connection was closed"
+            self._lost = RankLost(f"rank {rank} of {self.name} does not answer", facts, hint=HINT)
+            raise self._lost from error
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -200,14 +218,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def start_ranks(job: RankJob, name: str) -> contextlib.AbstractContextManager[Ranks | None]:
-    """Return the other ranks of an engine as a context manager; None if it has only one."""
+    """Start the other ranks of an engine.
+
+    Returns a context manager that yields them, or yields None if the engine has one rank. Raises as `Ranks` does."""
     return Ranks(job, name=name) if job.config.tensor_parallel > 1 else contextlib.nullcontext()
 
 
 def deadline_s(config: EngineConfig) -> float:
-    """Return the deadline of each collective and call of the ranks, in seconds.
+    """Return the deadline in seconds of each collective, and of each call between forward passes: half of `stall_s`.
 
-    It is shorter than `stall_s`, so that requests get an error before the engine itself counts as hung."""
+    So requests get an error before the engine itself counts as hung. Loading, and calls beside the passes, have
+    `LOAD_S`."""
     return config.stall_s / 2
 
 
@@ -227,9 +248,10 @@ def forward_pass(plan: Plan) -> Step:
 
 
 def meet(job: RankJob) -> Parallel:
-    """Connect to the other ranks, which make the same call. Returns this rank's place among them.
+    """Join the process group of the engine's ranks. Blocks until all have joined, and returns this rank's place.
 
-    The group is not torch's default one, of which a process has only one."""
+    NCCL on GPUs, gloo on CPUs. The group is a new one: a process has one default group, and may have several
+    engines."""
     size = job.config.tensor_parallel
     store = c10d.FileStore(str(job.meeting), size)
     if rank_device(job).type == "cuda":
@@ -242,9 +264,9 @@ def meet(job: RankJob) -> Parallel:
 
 
 def rank_device(job: RankJob) -> torch.device:
-    """Return the device of a rank: the CPU, or the GPU with its number, counted from the one that `device` names.
+    """Return the device of a rank: the CPU, or GPU n + rank, where n is the GPU that `device` names ("cuda": 0).
 
-    Raises `ConfigError` if there are fewer GPUs, and for exact sums over GPUs."""
+    Raises `ConfigError` if there is no such GPU, and in exact mode with several ranks on GPUs."""
     first = device_for(job.config.device)
     if first.type == "cpu":
         return first
@@ -276,11 +298,11 @@ def part_target(model: Transformer, tensors: Known) -> Target:
 
 
 class RankedTarget:
-    """The live weights of all ranks of an engine. It has the methods of a `Target` that `WeightSync` calls.
+    """Writes versions to the live weights of all ranks of an engine; `WeightSync` uses it like a `Target`.
 
-    `model`: rank 0's part. `chain`: where the versions come from; its image in shared memory is passed on, so that
-    nothing is fetched, checked or stored once more. `tensors`: its first version. Raises `WeightsError` for an adapter,
-    and for tensors that do not fit."""
+    `model`: rank 0's part. `chain`: gives the versions; all ranks map its image in shared memory, so each version is
+    fetched, checked and stored once. `tensors`: the first version. Raises `WeightsError` for an adapter, and for
+    tensors that do not fit."""
 
     def __init__(self, model: Transformer, ranks: Ranks, chain: FollowerProcess, tensors: Mapping[str, Tensor]) -> None:
         if adapted_modules(tensors):
@@ -315,20 +337,22 @@ class RankedSwap(Swap):
     def apply(self, probe: Probe | None = None) -> None:
         """Write the version on all ranks. If it fails on one, it is undone on all, and `WeightsError` is raised.
 
-        If it cannot be undone on all, `applied` stays True: the ranks then have a mix of versions."""
+        If it cannot be undone on all, `applied` stays True: the ranks then have different versions."""
         self.applied = True
         try:
             self.ranks.between_passes(Apply(), partial(self.own.apply, probe))
         except EtudeError as error:
-            hint = "the ranks have a mix of versions: restart the engine"
+            hint = "the engine ends, since its ranks have different versions"
             if self.undoable:
                 with contextlib.suppress(EtudeError):
                     self.undo()
-                    hint = "the old weights were restored on all ranks; fix the cause, then adopt again"
+                    hint = "the old weights were restored on all ranks; the engine tries again"
             raise WeightsError(f"{self.version} was not adopted", f"{error.what}: {error.facts}", hint=hint) from error
 
     def undo(self) -> None:
-        """Write back the old weights on all ranks that wrote the new ones. Raises `WeightsError`, and `RankLost`."""
+        """Restore the old weights on every rank that wrote the new ones.
+
+        Raises `WeightsError` if a rank cannot, and `RankLost`."""
 
         def own() -> None:
             if self.own.applied:
@@ -338,6 +362,8 @@ class RankedSwap(Swap):
         self.applied = False
 
     def commit(self) -> None:
-        """Free the memory that was kept for `undo`, on all ranks."""
+        """Free the memory that was kept for `undo`, on all ranks. It cannot be undone afterwards.
+
+        Raises `WeightsError` and `RankLost`."""
         self.ranks.beside_passes(Commit(), self.own.commit)
         self.undoable = False

@@ -306,6 +306,7 @@ def auth_headers(token: str | None) -> dict[str, str]:
 
 
 POLL_S, ROSTER_TIMEOUT_S = 1.0, 5.0
+RETIRE_S = 600.0  # longest time that requests have to end on an engine that has left
 USABLE = ALIVE - {State.CATCHING_UP}
 
 
@@ -318,13 +319,21 @@ class FleetUpdater:
     def __init__(self, fleet: Fleet, *, token: str | None = None) -> None:
         self.fleet, self._token = fleet, token or environment_token()
         self._known: dict[str, HttpEngine] = {}
+        self._leaving: dict[asyncio.Task[None], HttpEngine] = {}
 
     async def apply(self, roster: Roster) -> None:
-        """Add, remove and update the fleet's engines. Requests on a lost engine are retried on another at once."""
+        """Add, remove and update the fleet's engines. Requests on a lost engine are retried on another at once; those
+        on one that has left (it is not in `roster`) end there."""
         listed = {name: one for name, one in roster.items() if one.state in USABLE}
         for name in self._known.keys() - listed.keys():
-            self.fleet.remove(name)
-            await self._known.pop(name).close()
+            engine = self._known.pop(name)
+            if name in roster:
+                self.fleet.remove(name)
+                await engine.close()
+            else:
+                task = asyncio.create_task(self._retire(name, engine), name=f"retire {name}")
+                self._leaving[task] = engine
+                task.add_done_callback(lambda done: self._leaving.pop(done, None))
         for name, one in listed.items():
             old = self._known.get(name)
             if old is None or old.url != one.url:
@@ -336,7 +345,17 @@ class FleetUpdater:
 
     async def close(self) -> None:
         """Remove all engines and close their connections."""
-        await self.apply({})
+        for name in self._known:
+            self.fleet.remove(name)
+        for task in self._leaving:
+            task.cancel()
+        for engine in [*self._known.values(), *self._leaving.values()]:
+            await engine.close()
+        self._known.clear()
+
+    async def _retire(self, name: str, engine: HttpEngine) -> None:
+        await self.fleet.retire(name, deadline_s=RETIRE_S)
+        await engine.close()
 
     async def poll_registry(self, url: str) -> None:
         """Poll the registry at `url` and apply its list, forever.

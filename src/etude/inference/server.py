@@ -54,7 +54,6 @@ from etude.models.checkpoint import rounded_weights
 from etude.models.packed_weights import PackedWeights
 from etude.numerics.config import Mode, NumericsConfig, Quantise
 from etude.numerics.formats import FORMATS
-from etude.records import Version
 from etude.stores import open_store
 from etude.telemetry import Telemetry
 from etude.weights import FollowerProcess
@@ -166,7 +165,7 @@ def _build(
         whole: Iterable[tuple[str, torch.Tensor]] = views.items()
         if ranks is not None:
             whole = rounded_weights(args.checkpoint, model.operators.storage_dtype)
-        version = Version(*args.version) if args.version else initial_version(whole)
+        version = args.version or initial_version(whole)
     report_settings(telemetry, config, device=str(next(model.parameters()).device))
     tokenizer = args.checkpoint / "tokenizer.json" if args.checkpoint else None
     engine = ReferenceEngine(model, version=version, name=args.name, config=config, tokenizer=tokenizer, ranks=ranks)
@@ -273,13 +272,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quantise", type=Quantise, default=numerics.quantise, help="what large products round to")
     parser.add_argument(
         "--degree", type=int, default=numerics.degree, help="ranks up to which exact mode keeps its bits"
-    )
-    parser.add_argument("--branch", default="", help="follow this branch of the weights (default: the newest version)")
-    parser.add_argument(
-        "--version",
-        type=lambda text: (int(text.split("/")[0]), *text.split("/")[1:]),
-        metavar="STEP/INCARNATION/DIGEST",
-        help="the published version that the checkpoint is (default: step 0)",
     )
     parser.add_argument(
         "--show-operators", action="store_true", help="serve every operator's results, for etude parity"

@@ -23,6 +23,7 @@ from etude.errors import EngineError, EtudeError
 from etude.inference.config import EngineConfig, Speculation
 from etude.inference.registry_client import WAIT_S, print_to_stderr
 from etude.inference.registry_messages import EngineRequirements, environment_token
+from etude.records.completion import Version
 from etude.stores.http import HttpStore
 from etude.telemetry import Telemetry
 from etude.weights.chain.history import head
@@ -40,6 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=public_key,
         metavar="HEX",
         help="accept only weights whose pointer the owner of this key signed",
+    )
+    parser.add_argument("--branch", default="", help="follow this branch of the weights (default: the newest version)")
+    parser.add_argument(
+        "--version",
+        type=published_version,
+        metavar="STEP/INCARNATION/DIGEST",
+        help="the published version that the checkpoint is (default: step 0)",
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: a free port, see the ready file")
@@ -83,6 +91,16 @@ def speculation(text: str) -> Speculation | Plugin:
     except ValueError:
         known = ", ".join(Speculation)
         raise argparse.ArgumentTypeError(f"{text!r} is none of {known}, and no import path") from None
+
+
+def published_version(text: str) -> Version:
+    """Parse a command-line argument that is a version: step, incarnation and digest, with slashes between them.
+
+    >>> published_version("3/9c1e2f04/5d0c").step
+    3
+    """
+    step, incarnation, digest = text.split("/")
+    return Version(int(step), incarnation, digest)
 
 
 def public_key(text: str) -> bytes:

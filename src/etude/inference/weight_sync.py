@@ -65,7 +65,8 @@ class WeightSync:
     - `chain`: where the versions come from.
     - `derived`: memory that is computed from the live weights, such as decoded low-precision weights.
     - `adapted`: creates the live memory if LoRA adapters are published. None: this engine cannot load adapters.
-    - `ranked`: makes the live memory of all ranks from the tensors of a version, for an engine that has several.
+    - `ranked`: makes the target of all ranks from the first version's tensors, for an engine with several ranks;
+      `views`, `derived` and `adapted` are then unused for writing.
     - `poll_s`: the pause between two polls of the chain in seconds; 0 for a chain whose `advance` itself waits for a
       new version.
 

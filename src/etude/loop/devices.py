@@ -53,11 +53,11 @@ def check_devices(config: RunConfig, *, count: Callable[[], int] = count_gpus) -
             device, size = config.learner.device, here
             if section == "engine":
                 device, size = config.engine.device, engine_ranks
-            ranks = f" for each of {size} ranks" if size > 1 else ""
+            ranks, fewer = (f" with {size} ranks", ", or use fewer ranks") if size > 1 else ("", "")
             raise ConfigError(
                 f"{section}.device = {device!r}{ranks} is not possible",
-                f"torch sees {seen} {'GPU' if seen == 1 else 'GPUs'} here",
-                hint=f"set {section}.device = 'auto', or install a torch that is built for this machine's GPUs",
+                f"it needs {gpus} {'GPU' if gpus == 1 else 'GPUs'}, and torch sees {seen} here",
+                hint=f"set {section}.device = 'auto', or install a torch that is built for this machine's GPUs{fewer}",
             )
 
 

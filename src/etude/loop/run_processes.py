@@ -20,7 +20,7 @@ import msgspec
 from etude.errors import DeadlineExceeded, EngineError, EtudeError
 from etude.experience import RolloutFiles
 from etude.inference import HttpEngine
-from etude.inference.config import SERVERS, EngineKind
+from etude.inference.config import SERVERS, EngineConfig, EngineKind, ExternalEngineConfig
 from etude.inference.external.environment import SERVER_KINDS, environment
 from etude.inference.fleet import PATIENCE_S
 from etude.inference.registry_messages import ListedEngine, Roster, State, environment_token
@@ -33,6 +33,7 @@ from etude.loop.placement import ADDRESS, NO_ENV
 from etude.loop.processes import KEEP_MEMORY_ENV, READY_S, Child, Role, Supervisor
 from etude.loop.rollout_result import RolloutReply, RolloutResult
 from etude.loop.rpc import Caller, ProcessLost
+from etude.numerics.config import NumericsConfig
 from etude.records import Graded, Outcome, RolloutSpec, Version
 from etude.records.reward import Measured
 from etude.records.summary import RolloutSummary
@@ -408,14 +409,21 @@ def engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind) 
     signer = read_signer(config.stores.signing_key)
     argv += ["--public-key", signer.public_key.hex()] if signer else []
     argv += ["--telemetry", str(run / "events" / f"{name}.jsonl"), "--threads", "1"]
-    argv += config.engine.arguments()
+    argv += setting_arguments(kind, config.engine, config.numerics, config.foreign(kind))
+    return [*argv, "--needs-routes"] if config.wants_routes and kind is not EngineKind.REFERENCE else argv
+
+
+def setting_arguments(
+    kind: EngineKind, engine: EngineConfig, numerics: NumericsConfig, foreign: ExternalEngineConfig
+) -> list[str]:
+    """Return the arguments of an engine's process for its settings.
+
+    `numerics` is used for a reference engine, `foreign` for an engine of another kind."""
+    argv = engine.arguments()
     if kind is EngineKind.REFERENCE:
-        numerics = config.numerics
         return [*argv, "--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]
-    foreign = config.foreign(kind)
-    argv += ["--kv-tokens", str(foreign.kv_capacity(config.engine))]
+    argv += ["--kv-tokens", str(foreign.kv_capacity(engine))]
     argv += ["--environment", str(environment(foreign.environment, SERVER_KINDS[kind]).folder)]
-    argv += ["--needs-routes"] if config.wants_routes else []
     return [*argv, *(f"--argument={argument}" for argument in foreign.arguments)]
 
 

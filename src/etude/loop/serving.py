@@ -19,18 +19,21 @@ from etude.errors import InputError, NoCheckpoint, WeightsError
 from etude.gateway import GatewayConfig, Keys, ServedModel, create_app, serving
 from etude.gateway.app import Router
 from etude.harness import ChatFormat
+from etude.harvest.config import LendConfig
 from etude.inference import Fleet, HttpEngine
-from etude.inference.config import EngineConfig
+from etude.inference.config import SERVERS, EngineConfig, EngineKind, ExternalEngineConfig, Speculation
+from etude.inference.external.environment import SERVER_KINDS, environment
 from etude.inference.registry_client import FleetUpdater, fetch_requirements
 from etude.inference.registry_messages import NO_VERSION, environment_token
 from etude.loop.config import read_config
 from etude.loop.exported_settings import summaries_of_checkpoint, summaries_of_run
+from etude.loop.lending import Lender
 from etude.loop.locations import has_published, poll_arguments, weights_location
 from etude.loop.processes import Child, Role, Supervisor
-from etude.loop.run_processes import read_url
+from etude.loop.run_processes import read_url, setting_arguments
 from etude.models.config import ModelConfig
 from etude.models.headers import check_weights, read_model_config, report_unused_layers
-from etude.numerics.config import NumericsConfig
+from etude.numerics.config import Mode, NumericsConfig, Quantise
 from etude.records import Version
 from etude.run import RunFolder
 from etude.scratch import ScratchDirectory
@@ -39,6 +42,7 @@ from etude.stores import open_store
 from etude.telemetry import Telemetry
 from etude.weights.chain.history import head, pointer_key
 from etude.weights.chain.inspect import require_pointer
+from etude.weights.chain.signing import read_signer
 
 _CHANNEL = "policy"
 
@@ -52,7 +56,9 @@ class ModelSource(NamedTuple):
       branch of the run whose version is served instead of the newest; "": none.
     - `version`: the published version whose weights the checkpoint has, if no store is followed.
     - `summaries`: how the model was trained to summarise long conversations; None: it was not.
-    - `numerics`, `engine`: the settings of its engine, except for the context, which is that of the model."""
+    - `numerics`, `engine`: the settings of its engine, except for the context, which is that of the model.
+    - `kind`: the software of its engine. `foreign`: the settings of vLLM or SGLang. `adapters`: whether the run
+      publishes adapters (LoRA)."""
 
     name: str
     checkpoint: Path
@@ -62,6 +68,9 @@ class ModelSource(NamedTuple):
     engine: EngineConfig
     branch: str = ""
     version: Version | None = None
+    kind: EngineKind = EngineKind.REFERENCE
+    foreign: ExternalEngineConfig = ExternalEngineConfig()
+    adapters: bool = False
 
 
 @contextlib.asynccontextmanager
@@ -92,8 +101,10 @@ async def model_of_checkpoint(
     public_key: bytes | None = None,
     gateway: GatewayConfig,
     log: Callable[[str], None] = lambda _: None,
+    lender: Lender | None = None,
 ) -> AsyncIterator[ServedModel]:
-    """Run an engine with a checkpoint while the block runs. Yields the model for `serve`.
+    """Run an engine with a checkpoint while the block runs. Yields the model for `serve`. With `lender` there are
+    several engines, and idle ones are lent.
 
     With `public_key` only versions of the store with this key's signature are served, and never the checkpoint's own
     weights: `WeightsError` if the engine cannot load such a version (see `require_signed`). `log` is called with a line
@@ -106,37 +117,48 @@ async def model_of_checkpoint(
             hint="give a Hugging Face directory, or a run",
         )
     model_config, chat = _read_model(checkpoint, log), ChatFormat.load(checkpoint)
-    with ScratchDirectory("serve") as folder:
+    names = {name: name for name in lender.names} if lender else {"engine": source.branch}
+    with ScratchDirectory("serve") as folder, lender.prepared() if lender else contextlib.nullcontext():
         telemetry = Telemetry(folder / "events.jsonl", process="serve")
         supervisor = Supervisor(telemetry)
-        fleet, engines = Fleet({}), list[HttpEngine]()
-        ready_file = folder / "engine.ready"
-        argv = ["-m", "etude.inference.server", "--name", "engine", "--checkpoint", str(checkpoint)]
-        argv += ["--ready-file", str(ready_file)] + (["--store", str(store), *poll_arguments(store)] if store else [])
-        argv += ["--public-key", public_key.hex()] if public_key and store else []
-        argv += ["--branch", source.branch] if source.branch and store else []
-        if (version := source.version) is not None:
-            argv += ["--version", f"{version.step}/{version.incarnation}/{version.digest}"]
-        argv += replace(source.engine, context_tokens=model_config.context_tokens).arguments()
-        numerics = source.numerics
-        argv += ["--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]
+        fleet, engines, opened = Fleet({}), dict[str, HttpEngine](), list[HttpEngine]()
 
         async def on_up(child: Child) -> None:
-            engines.append(HttpEngine(await read_url(ready_file, child.pid), token=environment_token()))
+            name = child.name
+            engines[name] = HttpEngine(await read_url(folder / f"{name}.ready", child.pid), token=environment_token())
+            opened.append(engines[name])
             if public_key and store:
-                _require_published(await engines[-1].info())
-            fleet.add("engine", engines[-1])
+                _require_published(await engines[name].info())
+            if lender:
+                await lender.started(name, engines[name], fleet)
+            else:
+                fleet.add(name, engines[name])
 
-        async def answers(_: Child) -> None:
-            await fleet.engines["engine"].info(deadline_s=supervisor.call_s)
+        async def answers(child: Child) -> None:
+            await engines[child.name].info(deadline_s=supervisor.call_s)
+
+        def started(name: str, branch: str) -> tuple[Child, Role]:
+            argv = ["-m", SERVERS[source.kind], "--name", name, "--checkpoint", str(checkpoint)]
+            argv += ["--ready-file", str(folder / f"{name}.ready")]
+            argv += ["--store", str(store), *poll_arguments(store)] if store else []
+            argv += ["--public-key", public_key.hex()] if public_key and store else []
+            argv += ["--branch", branch] if branch and store else []
+            if (version := source.version) is not None:
+                argv += ["--version", f"{version.step}/{version.incarnation}/{version.digest}"]
+            settings = replace(source.engine, context_tokens=model_config.context_tokens)
+            if source.kind is not EngineKind.REFERENCE:
+                settings = replace(settings, speculation=Speculation.OFF)  # it changes no token, and others have none
+            argv += setting_arguments(source.kind, settings, source.numerics, source.foreign)
+            return Child(name, argv, logs=folder, telemetry=telemetry), Role(on_up, answers)
 
         try:
-            child = Child("engine", argv, logs=folder, telemetry=telemetry)
-            await supervisor.add(child, Role(on_up, answers))
-            info = await fleet.engines["engine"].info()
-            yield _served(source, fleet, chat, context_tokens=info.context_tokens, gateway=gateway)
+            await asyncio.gather(*(supervisor.add(*started(name, branch)) for name, branch in names.items()))
+            info = await next(iter(engines.values())).info()
+            lending = lender.lending(fleet, engines, slots=info.max_sequences) if lender else contextlib.nullcontext()
+            async with lending:
+                yield _served(source, fleet, chat, context_tokens=info.context_tokens, gateway=gateway)
         finally:
-            for engine in engines:
+            for engine in opened:
                 await engine.close()
             await supervisor.close()
 
@@ -158,6 +180,37 @@ async def model_of_fleet(source: ModelSource, *, registry: str, gateway: Gateway
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         await follower.close()
+
+
+def lender_of(source: ModelSource, config: LendConfig, report: Callable[[str], None]) -> Lender:
+    """Return what lends the engines of a run that is served. `report` is called with a line for each change.
+
+    Raises `InputError`, and `PluginRefused` for a forecast that cannot be used."""
+    assert source.store is not None, "a checkpoint has no newer versions"
+    config.make_policy(1)  # a plug-in that cannot be used is refused before engines start
+    run, store = RunFolder.open(source.checkpoint.parents[1]), open_store(str(source.store))
+    signer = read_signer(read_config(run).stores.signing_key)
+    return Lender(config, run.path, store, branch=source.branch, signer=signer, report=report)
+
+
+def require_servable(source: ModelSource, *, captured: bool) -> None:
+    """Raise an error if engines of the source's kind cannot serve it.
+
+    `captured`: whether answers are stored for training. Raises `EngineError` if vLLM or SGLang is not installed, and
+    `InputError` if it cannot load this model, or if a learner in exact mode would refuse its answers."""
+    if source.kind is EngineKind.REFERENCE:
+        return
+    server, why, hint = SERVER_KINDS[source.kind], "", "serve it with reference engines: leave out --engine"
+    environment(source.foreign.environment, server).require()
+    if source.numerics.quantise is not Quantise.NONE:
+        why = f"it does not round as numerics.quantise = {str(source.numerics.quantise)!r} of the run does"
+    elif source.adapters and source.kind is EngineKind.SGLANG:
+        why = "the run publishes adapters (learner.lora_rank), which it cannot load"
+    elif captured and source.store is not None and source.numerics.mode is Mode.EXACT:
+        why = "the run is in exact mode, and its learner refuses captured answers with other bits than its own"
+        hint += ", or without --capture"
+    if why:
+        raise InputError(f"{server.name} cannot serve {source.name}", why, hint=hint)
 
 
 def require_signed(source: ModelSource, public_key: bytes) -> None:
@@ -206,14 +259,16 @@ def _read_model(checkpoint: Path, log: Callable[[str], None]) -> ModelConfig:
     return config
 
 
-def parts_of(model: Path, name: str) -> ModelSource:
-    """Return the model to serve for the path of a run or a checkpoint. `name`: the model's name for clients.
+def parts_of(model: Path, name: str, kind: EngineKind = EngineKind.REFERENCE) -> ModelSource:
+    """Return the model to serve for the path of a run or a checkpoint. `name`: the model's name for clients. `kind`:
+    the software of its engine.
 
     For a run, the result has the store of its weights and the settings of its engines. For a checkpoint the store is
     None. Raises `WeightsError` when the newest version of a run cannot be determined: its first weights are not served
     instead."""
     if not (model / "run.json").is_file():
-        return ModelSource(name, model, None, summaries_of_checkpoint(model), NumericsConfig(), EngineConfig())
+        numerics, engine = NumericsConfig(), EngineConfig()
+        return ModelSource(name, model, None, summaries_of_checkpoint(model), numerics, engine, kind=kind)
     run = RunFolder.open(model)
     place, config = weights_location(run), read_config(run)
     store: Path | str | None = None
@@ -221,7 +276,17 @@ def parts_of(model: Path, name: str) -> ModelSource:
         require_pointer(open_store(place, readonly=True))
         store = place if has_published(run) else None
     checkpoint, summaries = run / "checkpoints" / "mid", summaries_of_run(run)
-    return ModelSource(name, checkpoint, store, summaries, config.numerics, config.engine)
+    return ModelSource(
+        name,
+        checkpoint,
+        store,
+        summaries,
+        config.numerics,
+        config.engine,
+        kind=kind,
+        foreign=config.foreign(kind),
+        adapters=config.learner.lora_rank > 0,
+    )
 
 
 async def forever() -> None:

@@ -269,7 +269,10 @@ def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def rounded_weights(path: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (Hugging Face name, tensor) of every weight, as `load_model` stores it with `weight_dtype` = `dtype`."""
+    """Yield (Hugging Face name, tensor) of every weight on the CPU, in the dtype that `load_model(weight_dtype=dtype)`
+    keeps it in.
+
+    That is float32 for names of `stays_float32`, else `dtype`. Raises `CheckpointError`."""
     for name, tensor in iter_weights(path):
         yield name, tensor if stays_float32(name) else tensor.to(dtype)
 

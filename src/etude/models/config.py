@@ -330,7 +330,8 @@ class ModelConfig:
             raise ConfigError(
                 f"a model of family {self.family} cannot run on {degree} tensor-parallel ranks",
                 why,
-                hint="set numerics.degree = 1 and engine.tensor_parallel = 1; a learner has other parallelism",
+                hint="set numerics.degree = 1 and engine.tensor_parallel = 1; the learner can use data or expert "
+                "parallelism",
             )
         cut: dict[str, Any] = {
             "num_heads": self.num_heads,
@@ -343,7 +344,7 @@ class ModelConfig:
             raise ConfigError(
                 f"the model cannot run on {degree} tensor-parallel ranks",
                 f"{', '.join(odd)} cannot be divided by {degree}",
-                hint="use fewer ranks, a divisor of each size (numerics.degree is the maximum)",
+                hint="set engine.tensor_parallel (and numerics.degree) to a divisor of each size",
             )
         return replace(self, **{name: size // degree for name, size in cut.items()})
 

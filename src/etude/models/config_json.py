@@ -108,7 +108,7 @@ def check_rope(raw: Mapping[str, Any]) -> None:
     rope = _rope_section(raw)
     for key in _OUTSIDE:
         if None not in (inside := rope.get(key), outside := raw.get(key)) and inside != outside:
-            raise ValueError(f"{key} = {outside!r}, but {inside!r} in the section of RoPE")
+            raise ValueError(f"{key} = {outside!r}, but {inside!r} in rope_parameters or rope_scaling")
 
 
 def _rope_section(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,8 +127,11 @@ def _rope_section(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _section(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     section = raw.get(name) or {}
     if not isinstance(section, Mapping):
-        raise ValueError(f"{name} = {section!r:.80}, expected a section")
+        raise ValueError(f"{name} = {section!r:.80}, expected a JSON object")
     found = {key: value for key, value in section.items() if key != "type" and value is not None}
+    for key, value in found.items():
+        if isinstance(value, Mapping):
+            raise ValueError(f"{name}.{key} is a JSON object: RoPE settings by layer type are not supported")
     old = section.get("type")
     if old is not None and found.setdefault("rope_type", old) != old:
         raise ValueError(f"{name} has type = {old!r}, but rope_type = {found['rope_type']!r}")

@@ -273,7 +273,8 @@ class Operators(ABC):
     ) -> torch.Tensor | None:
         """Compute all experts of a layer in one operation, [N, D], differentiable if a gradient is wanted.
 
-        Returns None where it is not available; then `models.experts` computes them."""
+        `gates_NK`: float; `experts_NK`: int64. Returns None where it is not available; then `models.experts` computes
+        them. On a GPU it does not synchronise with the host (CUDA graphs need that)."""
         return None
 
     def attend_slots(

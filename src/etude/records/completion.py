@@ -69,7 +69,8 @@ class StopReason(enum.StrEnum):
     """Why a completion ended.
 
     STOP: a stop token was sampled, and it is the last of the token ids. LENGTH: `max_tokens` tokens were sampled, or a
-    client's stop text cut the completion off. CANCELLED: the caller went away."""
+    client's stop text cut the completion off. CANCELLED: the engine ended it, since it went back to an older version
+    than the request demands; another engine can go on after its tokens (`inference.partial_completions`)."""
 
     STOP = "stop"
     LENGTH = "length"

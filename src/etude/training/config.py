@@ -390,11 +390,11 @@ class MidTrainingConfig:
                     f"{names.count(name)} of mid_training.phases are called {name!r}: names must be unique"
                 )
         factors = [(phase.rope_factor, phase.name) for phase in self.phases if phase.rope_factor is not None]
-        for (before, _), (factor, name) in itertools.pairwise(factors):
+        for (before, earlier), (factor, name) in itertools.pairwise(factors):
             if factor < before:
                 raise ValueError(
-                    f"phase {name!r} of mid_training has rope_factor = {factor:g} after {before:g}: the result would "
-                    "have the shorter context, so give at least the factor of the phase before"
+                    f"phase {name!r} of mid_training has rope_factor = {factor:g} after {before:g} of phase "
+                    f"{earlier!r}: the result would have the shorter context, so give at least {before:g}"
                 )
 
     def learner(self, learner: LearnerConfig, *, ranks: int) -> LearnerConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ import pytest
 from etude.cli import main
 from etude.cli.commands import build_parser
 from etude.config import to_toml
-from etude.errors import Exit
+from etude.errors import EngineError, Exit
+from etude.inference.external.environment import Environment, Mark
 from etude.loop.config import RunConfig
 from etude.loop.locations import weights_store
+from etude.numerics.config import Mode, NumericsConfig, Quantise
 from etude.run import RunFolder
 from etude.weights import Channel
 from etude.weights.chain.branches import point
@@ -135,3 +138,64 @@ def test_a_folder_that_cannot_be_made_is_told_before_anything_starts(
     assert main(["serve", "runs/laptop", option, name]) == Exit.BAD_INPUT
     said = capsys.readouterr().err
     assert NO_ENGINE in said, "a folder that can be made is used"
+
+
+def publish(run: RunFolder) -> None:
+    Channel(weights_store(run)).publish({}, step=0, parent=None, rollout_ids=[])
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM and SGLang, as far as anybody asks before they start."""
+    monkeypatch.setattr(Environment, "require", lambda _: Mark(device="cpu"))
+
+
+def test_an_engine_that_is_not_installed_is_told_before_anything_starts(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ETUDE_VLLM", "/nowhere")
+    said = refusal(capsys, "runs/laptop", "--engine", "vllm", code=EngineError.exit_code)
+    assert said.startswith("error: vLLM is not installed: /nowhere does not exist\n")
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_vllm_or_sglang_cannot_serve_is_refused_before_anything_starts(
+    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(run)
+    exact = "the run is in exact mode, and its learner refuses captured answers with other bits than its own"
+    said = refusal(capsys, "runs/laptop", "--engine", "vllm", "--capture", "privacy")
+    assert said.startswith(f"error: vLLM cannot serve laptop: {exact}\n")
+    assert NO_ENGINE in refusal(capsys, "runs/laptop", "--engine", "vllm"), "nothing is captured"
+    native = NumericsConfig(Mode.NATIVE)
+    adapters = RunConfig(numerics=native, learner=replace(RunConfig().learner, lora_rank=4))
+    low = RunConfig(numerics=NumericsConfig(Mode.NATIVE, Quantise.MXFP8))
+    for name, config in (("adapters", adapters), ("low", low)):
+        publish(RunFolder.create(tmp_path / "runs" / name, config_toml=to_toml(config), seed=0))
+    says = "SGLang cannot serve adapters: the run publishes adapters (learner.lora_rank), which it cannot load\n"
+    assert says in refusal(capsys, "runs/adapters", "--engine", "sglang")
+    assert main(["serve", "runs/adapters", "--engine", "vllm", "--capture", "privacy"]) == Exit.BAD_INPUT
+    assert NO_ENGINE in capsys.readouterr().err
+    assert "vLLM cannot serve low: it does not round as numerics.quantise" in refusal(
+        capsys, "runs/low", "--engine", "vllm"
+    )
+    said = refusal(capsys, "runs/laptop", "--engine", "vllm", "--fleet", "http://127.0.0.1:1")
+    assert said.startswith("error: --engine vllm cannot be used with --fleet: ")
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_cannot_be_lent_is_refused_before_anything_starts(
+    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("lend.toml").write_text('registry = "http://127.0.0.1:1"\n')
+    lend = ("--lend", "lend.toml")
+    assert "--lend needs one run with published weights" in refusal(capsys, "runs/laptop", *lend)
+    publish(run)
+    assert NO_ENGINE in refusal(capsys, "runs/laptop", *lend)
+    for more in (("--fleet", "http://127.0.0.1:1"), ("two=runs/laptop",)):
+        assert "--lend needs one run with published weights" in refusal(capsys, "runs/laptop", *more, *lend)
+    said = refusal(capsys, "runs/laptop", *lend, "--engine", "vllm")
+    assert said.startswith("error: --lend cannot be used with --engine vllm: ")
+    Path("lend.toml").write_text('registry = "http://127.0.0.1:1"\nengine = 3\n')
+    assert "engine" in refusal(capsys, "runs/laptop", *lend)
+    assert "nowhere.toml" in refusal(capsys, "runs/laptop", "--lend", "nowhere.toml")

@@ -37,6 +37,7 @@ class Run:
         from tokenizers import Tokenizer
 
         (folder / "tokenizer").mkdir(parents=True)
+        (folder / "run.json").write_text("{}")
         make.tokenizer(folder / "tokenizer" / "tokenizer.json")
         self.folder = folder
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
@@ -145,7 +146,7 @@ def test_the_reward_may_be_a_term_and_a_task_has_at_most_so_many_of_the_best_and
     assert names(max_per_task=1) == ["first/g000020.0", "first/g000050.0"]
     assert "first/g000051.1" in names(term="tests", min_reward=0.6)
     assert len(names(term="tests", min_reward=0.6)) == 7
-    with pytest.raises(InputError, match="the best reward is -inf"):
+    with pytest.raises(InputError, match="none has a term 'unknown'; their terms: grade, tests"):
         names(term="unknown")
 
 
@@ -153,8 +154,12 @@ def test_what_cannot_be_a_source_is_refused(run: Run, tmp_path: Path) -> None:
     make.tokenizer(tmp_path / "other.json", [make.END])
     with pytest.raises(ConfigError, match="the run of the rollouts has another tokenizer than the corpus"):
         built(run, tokenizer=tmp_path / "other.json")
-    with pytest.raises(InputError, match="the best reward is 1, min_reward is 2"):
+    with pytest.raises(InputError, match=r"no rollout has a reward of at least 2: .* the best reward is 1"):
         built(run, min_reward=2.0)
+    with pytest.raises(InputError, match="names a run twice"):
+        Rollouts((run.folder, run.folder))
+    with pytest.raises(InputError, match="away is no run"):
+        built(run, runs=[str(tmp_path / "away")])
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="empty has no traces"):
         Rollouts((tmp_path / "empty",)).pieces()

@@ -6,6 +6,7 @@ import asyncio
 import time
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,7 +19,7 @@ from etude.inference.app import build_app
 from etude.inference.errors import EngineLate
 from etude.inference.scheduler import Plan, Sequence
 from etude.models import ModelConfig, Transformer, hf_views
-from etude.records.completion import Completion, CompletionRequest, Traffic
+from etude.records.completion import Completion, CompletionRequest, StopReason, Traffic
 from etude.testing import ScriptedEngine
 from etude.weights import Tensor
 
@@ -131,7 +132,7 @@ def test_a_swap_that_nobody_wants_any_more_is_not_made() -> None:
     asyncio.run(story())
 
 
-def test_a_request_is_refused_when_the_chain_goes_back_below_the_step_it_demands() -> None:
+def test_a_request_ends_with_its_tokens_when_the_chain_goes_back_below_the_step_it_demands() -> None:
     async def story() -> None:
         model = Transformer(TINY, seed=1)
         codes = weights(model)
@@ -142,12 +143,19 @@ def test_a_request_is_refused_when_the_chain_goes_back_below_the_step_it_demands
         async with engine(model) as served:
             await write(9)
             demanding = asyncio.create_task(served.generate(ask("a", 5, 100, min_step=8)))
+            request = ask("c", 5, 100, min_step=8)
+            sampling = msgspec.structs.replace(request.sampling, presence_penalty=0.1)
+            shaped = asyncio.create_task(served.generate(msgspec.structs.replace(request, sampling=sampling)))
             content = asyncio.create_task(served.generate(ask("b", 5, 100, min_step=5)))
-            while not served.counters.tokens:  # noqa: ASYNC110 - a counter has no event
+            while served.counters.tokens < 9:  # noqa: ASYNC110 - a counter has no event
                 await asyncio.sleep(0)
             await write(5)
+            part = await demanding
+            assert part.stop_reason is StopReason.CANCELLED
+            assert 0 < len(part.token_ids) < 100
+            assert [span.version.step for span in part.spans] == [9]
             with pytest.raises(EngineBehind, match="needs weights of step 8 or later"):
-                await demanding
+                await shaped
             assert [span.version.step for span in (await content).spans] == [9, 5]
 
     asyncio.run(story())

@@ -133,6 +133,7 @@ def test_a_rank_that_says_nothing_is_late(ends: tuple[socket.socket, socket.sock
     [
         ({}, {}, "set numerics.degree = 2"),
         ({"tensor_parallel": 4}, {"degree": 2}, "set numerics.degree = 4"),
+        ({"device": "cuda"}, {"degree": 2}, "set engine.device = 'cpu'"),
         ({}, {"degree": 2, "quantise": Quantise.MXFP8}, "quantise = 'none'"),
         ({"speculation": Speculation.HEADS}, {"degree": 2}, "speculation = 'look-up'"),
     ],
@@ -145,6 +146,6 @@ def test_what_ranks_cannot_do_is_refused_with_what_to_set(
     assert hint in told.value.hint
     check_ranks(EngineConfig(), NumericsConfig(quantise=Quantise.MXFP8))
     check_ranks(EngineConfig(tensor_parallel=2), NumericsConfig(degree=4))
-    check_ranks(EngineConfig(tensor_parallel=2), NumericsConfig(mode=Mode.NATIVE))
+    check_ranks(EngineConfig(tensor_parallel=2, device="cuda"), NumericsConfig(mode=Mode.NATIVE))
     with pytest.raises(ValueError, match="tensor_parallel = 3 is not a power of two"):
         EngineConfig(tensor_parallel=3)

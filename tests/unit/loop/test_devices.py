@@ -33,7 +33,7 @@ def test_the_gpus_that_torch_sees_are_counted_without_torch_here() -> None:
     ],
 )
 def test_a_gpu_that_is_not_there_is_refused_by_the_name_of_its_setting(config: RunConfig, names: str) -> None:
-    with pytest.raises(ConfigError, match="torch sees 0 GPUs here") as refused:
+    with pytest.raises(ConfigError, match=r"it needs \d GPUs?, and torch sees 0 here") as refused:
         check_devices(config, count=lambda: 0)
     assert refused.value.what == f"{names} is not possible"
     assert refused.value.exit_code == Exit.BAD_INPUT
@@ -43,14 +43,14 @@ def test_a_gpu_that_is_not_there_is_refused_by_the_name_of_its_setting(config: R
 def test_each_rank_of_this_machine_wants_a_gpu_of_its_own() -> None:
     config = of(learner={"device": "cuda", "ranks": 4}, fleet={"ranks_away": 1, "ranks_at": "127.0.0.1"})
     check_devices(config, count=lambda: 3)
-    with pytest.raises(ConfigError, match="for each of 3 ranks is not possible: torch sees 2 GPUs"):
+    with pytest.raises(ConfigError, match="with 3 ranks is not possible: it needs 3 GPUs, and torch sees 2 here"):
         check_devices(config, count=lambda: 2)
 
 
 def test_each_rank_of_an_engine_wants_a_gpu_from_the_named_one_on() -> None:
     config = of(engine={"device": "cuda:1", "tensor_parallel": 2}, numerics={"mode": "native"})
     check_devices(config, count=lambda: 3)
-    with pytest.raises(ConfigError, match="'cuda:1' for each of 2 ranks is not possible: torch sees 2 GPUs"):
+    with pytest.raises(ConfigError, match="'cuda:1' with 2 ranks is not possible: it needs 3 GPUs, and"):
         check_devices(config, count=lambda: 2)
 
 

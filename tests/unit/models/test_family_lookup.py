@@ -198,19 +198,23 @@ YARN = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
             "rope_parameters has rope_type = 'llama3', but rope_scaling has 'yarn'",
         ),
         ({"rope_parameters": YARN | {"beta_fast": 8}}, "rope_parameters has beta_fast = 8, but rope_scaling has None"),
+        (
+            {"rope_scaling": None, "rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "rope_parameters.full_attention is a JSON object",
+        ),
         ({"rope_parameters": {"rope_type": "default"}}, "rope_type = 'default', but rope_scaling has 'yarn'"),
         ({"rope_scaling": YARN | {"rope_type": "llama3"}}, "rope_scaling has type = 'yarn', but rope_type = 'llama3'"),
         (
             {"rope_theta": 500_000.0, "rope_scaling": YARN | {"rope_theta": 10_000.0}},
-            "rope_theta = 500000.0, but 10000.0 in the section of RoPE",
+            "rope_theta = 500000.0, but 10000.0 in rope_parameters or rope_scaling",
         ),
         (
             {"rope_theta": 500_000.0, "rope_parameters": YARN | {"rope_theta": 10_000.0}},
-            "rope_theta = 500000.0, but 10000.0 in the section of RoPE",
+            "rope_theta = 500000.0, but 10000.0 in rope_parameters or rope_scaling",
         ),
         (
             {"original_max_position_embeddings": 16},
-            "original_max_position_embeddings = 16, but 32 in the section of RoPE",
+            "original_max_position_embeddings = 16, but 32 in rope_parameters or rope_scaling",
         ),
     ],
 )

@@ -260,7 +260,7 @@ def test_settings_of_phases_that_do_not_fit_are_refused_by_name(
     with pytest.raises(ConfigError, match=r"2 of mid_training\.phases are called 'a'"):
         build(MidTrainingConfig, {"phases": [{"name": "a"}, {"name": "a"}]})
     falling = [{"name": "a", "rope_factor": 4.0}, {"name": "b"}, {"name": "c", "rope_factor": 2.0}]
-    with pytest.raises(ConfigError, match=r"phase 'c' of mid_training has rope_factor = 2 after 4: the result would"):
+    with pytest.raises(ConfigError, match=r"phase 'c' of mid_training has rope_factor = 2 after 4 of phase 'a': the"):
         build(MidTrainingConfig, {"phases": falling})
     assert build(MidTrainingConfig, {"phases": falling[::-1]}).settings()[-1].rope_factor == 4.0
 

@@ -134,7 +134,7 @@ def serve_external(
         name=args.name,
         model=model,
         config=config,
-        version=initial_version(args.checkpoint) if has_checkpoint else NO_VERSION,
+        version=args.version or (initial_version(args.checkpoint) if has_checkpoint else NO_VERSION),
         kv_tokens=kv_tokens,
         parity=f"{kind.key}-{kind.version}-{device}-{config.dtype}",
     )

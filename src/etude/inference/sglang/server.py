@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) -> None:
     def make_weight_sync(engine: ExternalEngine) -> SglangWeightSync:
-        chain = Follower(open_store(args.store, cache=args.cache), public_key=args.public_key)
+        store = open_store(args.store, cache=args.cache)
+        chain = Follower(store, branch=args.branch, public_key=args.public_key)
         return SglangWeightSync(
             engine, chain, start=args.checkpoint, folder=folder / "head", poll_s=args.poll_s, telemetry=telemetry
         )

@@ -41,11 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) -> None:
     def make_weight_sync(engine: ExternalEngine) -> VllmWeightSync:
-        head = HeadTracker(open_store(args.store, cache=args.cache), "policy", public_key=args.public_key)
+        store = open_store(args.store, cache=args.cache)
+        head = HeadTracker(store, "policy", args.branch, public_key=args.public_key)
         return VllmWeightSync(
             engine,
             head,
             args.store,
+            branch=args.branch,
             public_key=args.public_key,
             cache=args.cache,
             poll_s=args.poll_s,
@@ -66,12 +68,12 @@ MIN_POLL_S, MAX_POLL_S = 0.01, 0.25  # interval of polling the workers, which de
 
 
 class VllmWeightSync(ExternalWeightSync):
-    """Updates the weights of a vLLM server to each new version.
+    """Updates the weights of a vLLM server to each new version of the channel, or of a branch of it.
 
     vLLM's workers fetch, decode and check a version while requests run, and write it during a pause. This process only
     reads the pointer to the newest version.
 
-    - `head`: reads the pointer.
+    - `head`: reads the pointer of the same `branch`, which may also move back to an earlier version.
     - `place`: the path or URL of the same store, as the workers open it.
     - `public_key`: accept only versions signed with this key. None accepts all.
     - `cache`: a directory in which engines of a region share downloads, or None."""
@@ -82,6 +84,7 @@ class VllmWeightSync(ExternalWeightSync):
         head: HeadTracker,
         place: str,
         *,
+        branch: str = "",
         public_key: bytes | None = None,
         cache: Path | None = None,
         poll_s: float = 0.05,
@@ -89,14 +92,14 @@ class VllmWeightSync(ExternalWeightSync):
     ) -> None:
         assert isinstance(engine.client, VllmClient), "its workers are called"
         super().__init__(engine, poll_s=poll_s, telemetry=telemetry)
-        self.head, self.place, self.cache, self._call = head, place, cache, engine.client.call
+        self.head, self.place, self.branch, self.cache, self._call = head, place, branch, cache, engine.client.call
         self._public_key = public_key.hex() if public_key else ""
 
     async def start_at_head(self) -> None:
         """Adopt the newest version, then start the task, as `ExternalWeightSync.start_at_head` does.
 
         Raises `EngineError` for a model that the workers do not support."""
-        await self._call("etude_follow", self.place, "policy", "", self._public_key, str(self.cache or ""))
+        await self._call("etude_follow", self.place, "policy", self.branch, self._public_key, str(self.cache or ""))
         await super().start_at_head()
 
     async def _ready(self) -> bool:

@@ -1,15 +1,13 @@
-"""Rust kernels for few rows: products with the bits of the vendor's GEMM, whole experts, decoding attention, norms.
+"""Rust kernels for few rows: matrix products, all experts of a layer, attention of decoded tokens, RMSNorm.
 
-The vendor's GEMM turns all weights into another layout before it multiplies, which costs several times as much as a
-product of four rows. The kernel turns 32 outputs at a time in registers. It adds in the same order: chains of fused
-multiply-adds over blocks of inputs. The caller measures which block gives the vendor's bits (`matmul.block_for`). The
-kernel needs Linux and AVX-512. It uses one thread, and releases the GIL. There is no gradient.
-
-A small model spends most of a step in calls of operators on a few kilobytes. So there are kernels for all experts of a
-layer, for attention of decoded tokens, and for norms (`native/src/fused.rs`).
+The vendor's GEMM packs all weights into another layout first, which costs several times as much as a product of four
+rows. `products` transposes 32 outputs at a time in registers. With the block that `matmul.block_for` measures, it sums
+in the GEMM's order and has its bits. `attention` and `rms_norm` have an order of their own, so only native mode uses
+them. All kernels need Linux and AVX-512, use one thread, release the GIL, and have no gradient.
 
 Shapes: S rows sorted by group, E groups, I and O width in and out, N tokens, K experts per token, D width, F expert
-width, G key/value heads, R query heads a key/value head, C positions a slot, A key width, B value width."""
+width. In `attention`: S slots, G key/value heads, R query heads per key/value head, C positions per slot, A key width,
+B value width."""
 
 from __future__ import annotations
 
@@ -93,7 +91,7 @@ def experts(
     if not kernel(request):
         return out
     if experts_NK.min() < 0 or experts_NK.max() >= num_experts:
-        found = sorted({*experts_NK.flatten().tolist()})
+        found = sorted({one for one in experts_NK.flatten().tolist() if not 0 <= one < num_experts})
         raise ValueError(f"experts are numbered from 0 to {num_experts - 1}, not {found}")
     return None
 
@@ -112,10 +110,12 @@ def attention(
     counts: npt.NDArray[np.int64],
     scale: float | None = None,
 ) -> torch.Tensor | None:
-    """Return the attention of one token of each of some slots to the first keys of its slot, float32 [N, G, R, B].
+    """Return the attention of one decoded token for each of N slots to the first keys of its slot, float32
+    [N, G, R, B].
 
-    `slots`, `counts`: [N], the slot of each token, and the number of keys that it sees, at least 1. `scale`: of the
-    scores before softmax; None: 1/√A. None where a width or C is no multiple of `LANES`, or the kernel is missing."""
+    `q_NGRA`, `keys_SGCA`, `values_SGCB`: float32 on the CPU. `slots`, `counts`: int64 [N], the slot of each token, and
+    how many keys it sees, from 1 to C. `scale`: the factor of the scores before softmax; None: 1/√A. Returns None if A,
+    B or C is not a multiple of `LANES`, keys or values are not contiguous, or the library or AVX-512 is missing."""
     kernel, (n, heads, group, width) = _kernel("etude_attention"), q_NGRA.shape
     length, value_width = values_SGCB.shape[-2:]
     kept = keys_SGCA.is_contiguous() and values_SGCB.is_contiguous()
@@ -137,9 +137,10 @@ class _Norm(ctypes.Structure):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor | None:
-    """Return x / √(mean x² + eps) · weight over the last dimension, float32 like x. `weight`: None for 1.
+    """Return RMSNorm over the last dimension, x / √(mean x² + eps) · weight, float32 in the shape of x.
 
-    None where the width is no multiple of `LANES`, or the kernel is missing."""
+    `x`: float32 [..., D] on the CPU; `weight`: float32 [D] or None (1). Returns None if D is not a multiple of `LANES`,
+    or the library or AVX-512 is missing."""
     kernel, width = _kernel("etude_norm"), x.shape[-1]
     if kernel is None or width % LANES:
         return None

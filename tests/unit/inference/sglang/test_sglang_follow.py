@@ -23,6 +23,7 @@ from etude.stores import MemoryStore
 from etude.training.config import LiveWeights
 from etude.training.exports import export
 from etude.weights import Channel, Follower
+from etude.weights.chain.branches import point
 
 SIZES = ModelConfig(
     vocab_size=31,
@@ -123,6 +124,19 @@ def test_a_version_is_loaded_in_a_pause_and_tokens_are_labelled_with_it_before_a
             assert told["/update_weight_version"]["abort_all_requests"] is False
             assert told["/update_weight_version"]["new_version"] == str(following.engine.adoption)
             assert holds(server, step)
+        assert await following.step() is None
+
+    tell(story)
+
+
+def test_a_branch_is_followed_to_what_it_names_and_back_to_an_earlier_version(tell: Callable[[Story], None]) -> None:
+    async def story(following: SglangWeightSync, server: Server, publish: Callable[[int], Version]) -> None:
+        old, new, store = publish(1), publish(2), following._chain._store
+        following._chain = Follower(store, branch="stable")
+        for version in (old, new, old):
+            point(store, "policy", version, branch="stable")
+            assert await following.step() == following.engine.version == version
+            assert holds(server, version.step)
         assert await following.step() is None
 
     tell(story)

@@ -26,6 +26,7 @@ from etude.models.config import ModelConfig
 from etude.records.completion import Completion, CompletionRequest, Sampling, Version
 from etude.stores import MemoryStore
 from etude.weights import Channel, Tensor
+from etude.weights.chain.branches import point
 from etude.weights.follow.head_tracker import HeadTracker
 
 ANSWERS = Path(__file__).parent / "answers"
@@ -432,6 +433,39 @@ def test_workers_that_prepared_different_versions_come_to_the_newest_before_any_
         assert await VllmWeightSync(engine, HeadTracker(store, "policy"), "s").step() == new
         assert said == ["etude_prepare", "etude_state", "etude_prepare 1", "etude_state", "etude_swap"]
         assert (await engine.info()).version == new
+
+    tell(story)
+
+
+def test_a_branch_is_followed_to_what_it_names_and_back_to_an_earlier_version(tell: Callable[[Story], None]) -> None:
+    async def story(engine: ExternalEngine, server: Server) -> None:
+        store, followed = MemoryStore(), list[list[Any]]()
+        head = HeadTracker(store, "policy", "stable")
+        old, new = published(0, store), published(1, store)
+        point(store, "policy", old, branch="stable")
+
+        def workers(method: str, args: list[Any]) -> list[Any]:
+            if method == "etude_follow":
+                followed.append(args)
+                return [None]
+            there = HeadTracker(store, "policy", followed[0][2]).version()  # a worker goes where its branch is
+            assert there is not None
+            version = told(there)
+            return [{"prepared": version, "preparing": True, "version": version, "trouble": ""}]
+
+        server.workers = workers
+        following = VllmWeightSync(engine, head, "s", branch="stable", poll_s=0.01)
+        await following.start_at_head()
+        assert followed == [["s", "policy", "stable", "", ""]]
+        assert engine.version == old, "the newest version is another one"
+        for version in (new, old):
+            adoption = engine.adoption
+            point(store, "policy", version, branch="stable")
+            while engine.version != version:  # noqa: ASYNC110  a task follows
+                await asyncio.sleep(0.01)
+            assert engine.adoption == adoption + 1, "so that no cached prefix of the version before is used"
+        assert not engine.trouble
+        await following.stop()
 
     tell(story)
 
