@@ -23,10 +23,10 @@ from etude.errors import ConfigError, DeadlineExceeded, Exit, RunRefused
 from etude.experience import Ledger, read_trace
 from etude.experience.groups import Row
 from etude.experience.trace_reader import read_step
-from etude.experience.traces import trace_path
+from etude.experience.traces import PRODUCTION_SCHEME, trace_path
 from etude.experience.transitions import State
 from etude.loop.group_admission import WITHDRAWN
-from etude.loop.production import NO_CONSENT, SCHEME, ProductionTrainer
+from etude.loop.production import NO_CONSENT, ProductionTrainer
 from etude.loop.production_windows import Windows
 from etude.loop.replay import replay_step
 from etude.privacy import CaptureWriter, Level, PrivacyFolder, Subject
@@ -295,7 +295,7 @@ def test_a_step_trains_on_episodes_and_on_simulated_groups_in_one_batch_that_rep
             given.setdefault(one.rollout_id.partition("-")[0][:1], []).append(float(one.advantages[0]))
         assert sorted(given["g"]) == [-0.5, -0.5, 0.5, 0.5], "Dr. GRPO among the siblings of their group"
         assert max(map(abs, given["p"])) >= 1.0, "over the deviation of the episodes alone"
-        assert (rewards["scheme"], rewards["simulated"]["scheme"]) == (SCHEME, "dr-grpo")
+        assert (rewards["scheme"], rewards["simulated"]["scheme"]) == (PRODUCTION_SCHEME, "dr-grpo")
     product.run.assert_sound(4)
     assert replay_step(product.run.folder, 4).equal
 
