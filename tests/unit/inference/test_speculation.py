@@ -357,7 +357,7 @@ def test_in_a_hundred_thousand_tokens_no_bit_depends_on_drafts_over_swaps_stops_
         if step % 60 == 0:
             served.swap(step // 60)
         if step == 20:  # more than there are free slots
-            running += [served.submit(request(100 + number, traffic=Traffic.PRODUCTION)) for number in range(30)]
+            running += [served.submit(request(100 + number, traffic=Traffic.PRODUCTION)) for number in range(60)]
     done = served.finish(running)
     for one, completion in zip(running, done, strict=True):
         assert said(completion) == said(alone(one.request, completion, context_tokens=512))
