@@ -167,6 +167,7 @@ def test_an_engine_that_cannot_be_drained_in_time_serves_production_as_before() 
             with pytest.raises(DeadlineExceeded, match="b was not drained"):
                 await here.harvester.lend("b", NEWEST)
             assert here.harvester.leases.states["b"] is Lease.SERVING
+            assert "b" in here.production.load(), "it gets requests again"
             await here.engines["b"].resume()
             await asyncio.gather(*working)
             await here.harvester.lend("a", NEWEST)
