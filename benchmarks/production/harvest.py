@@ -48,7 +48,8 @@ TRAFFIC = {
 FLEET = FleetShape(engines=8, costs=EngineCosts(slots=16), first_s=1.0, token_s=0.05)
 TIERS = {"seconds": (2.0, 2.0), "tens of seconds": (40.0, 40.0)}
 TARGETS = (0.6, 0.7, 0.8, 0.9)
-QUANTILES = (0.6, 0.9)
+QUANTILES = (0.5, 0.75, 0.9)
+ORACLE = (0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 Parameter = float | tuple[float, float]
 Make = Callable[[Any, Sequence[float], Sequence[float]], LendingPolicy]
 """Makes a policy from its parameter, the loads of the history and those of the measured day."""
@@ -107,7 +108,7 @@ def policies(fleet: FleetShape) -> dict[str, tuple[Make, Sequence[Parameter]]]:
             lambda target, _, loads: Oracle(
                 capacity(target), loads, start_s=2 * DAY_S, tick_s=fleet.tick_s, lead_s=lead_s
             ),
-            (*TARGETS, 1.0),
+            ORACLE,
         ),
     }
 

@@ -49,7 +49,7 @@ class LendConfig:
     forecast: ForecastKind | Plugin = ForecastKind.TIME_OF_DAY
     target: float = ranged(0.6, low=0.05, high=1.0)
     lease_s: float = ranged(600.0, low=0.0)
-    tick_s: float = ranged(30.0, low=0.1, high=600.0)
+    tick_s: float = ranged(5.0, low=0.1, high=600.0)
     silence_s: float = ranged(60.0, low=1.0)
 
     def __post_init__(self) -> None:

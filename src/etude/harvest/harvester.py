@@ -110,7 +110,7 @@ class Harvester:
         stable: Callable[[], Version],
         newest: Callable[[], Version],
         time_s: Callable[[], float],
-        tick_s: float = 30.0,
+        tick_s: float = 5.0,
     ) -> None:
         """Lend and take back engines as a policy decides, until cancelled; then take all engines back.
 

@@ -57,7 +57,7 @@ class FleetShape:
     engines: int = ranged(8, low=1, high=1024)
     min_serving: int = ranged(1, low=1)
     costs: EngineCosts = field(default_factory=EngineCosts)
-    tick_s: float = ranged(30.0, low=0.01)
+    tick_s: float = ranged(5.0, low=0.01)
     lend_s: float = ranged(2.0, low=0.0)
     return_s: float = ranged(2.0, low=0.0)
     bulk_slots: int = ranged(0, low=0)

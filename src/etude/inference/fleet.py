@@ -30,87 +30,35 @@ import contextlib
 import enum
 import hashlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
 
 import msgspec
 
 from etude.errors import ContextFull, DeadlineExceeded, EngineBehind, EngineError, MalformedRequest
 from etude.inference.errors import EngineBusy, EngineGone, EngineLate, Unauthorised
+from etude.inference.fleet_members import (
+    STAY_FACTOR,
+    Attempt,
+    Member,
+    adoption_of,
+    apply_adoption,
+    group_of,
+    loop_time,
+    rank,
+)
 from etude.inference.partial_completions import joined, rest_of
 from etude.inference.registry_messages import ListedEngine, State
-from etude.records.completion import Completion, CompletionRequest, StopReason, Traffic, Version
+from etude.records.completion import Completion, CompletionRequest, StopReason, Traffic
 from etude.seams import Ending, Engine, stream_or_complete
 
 REST_S = 2.0  # an engine that was gone is skipped for so long
 DRAIN_POLL_S = 0.02
 RETRY_S, MAX_RETRY_S = 0.05, 1.0  # pause between two rounds: at first, and at most
-STAY_FACTOR = 2.0  # a session or group stays while its call takes at most this factor of the time elsewhere
 MAX_TRIAL = 8  # concurrent requests to a member of unknown pace, when the pace of others is known
 PATIENCE_S = 3_600.0  # longest wait for an engine that restarts, has capacity, or adopts a version
-ADOPT_S = 60.0  # deadline of one adopt call; it is repeated
 MAX_LOST = 8  # engines lost while serving one request, which may be the cause
 MAX_SESSIONS = 65_536  # most remembered sessions; the least recently used is dropped
-
-
-# How long a request takes on an engine: a linear fit of recent requests, seconds = alone + each * crowd, where crowd is
-# the number of requests that ran there together. Network latency is part of `alone`: a distant engine is slow for one
-# request, and no slower for many. Old measurements fade, so that an engine that was slow is tried again.
-
-WEIGHT = 0.05  # of the newest request in the moving averages
-FORGET_S = 60.0  # a pace is unknown so long after the last request
-PRIOR = 1.0  # variance of the crowd at which the fit is half the data, half a line through the origin
-
-
-@dataclass
-class Pace:
-    """A moving linear fit of one engine's seconds per request over the number of concurrent requests.
-
-    `Fleet` keeps one per engine, to predict where a request ends first.
-
-    >>> near, far = Pace(), Pace()
-    >>> for crowd in [1, 8, 4, 8, 1] * 20:
-    ...     near.served(0.02 * crowd, crowd, now=0.0)
-    ...     far.served(0.2 + 0.005 * crowd, crowd, now=0.0)
-    >>> [round(near.seconds(n), 2) for n in (1, 20)], [round(far.seconds(n), 2) for n in (1, 20)]  # leans to 0
-    ([0.02, 0.4], [0.19, 0.37])
-    >>> far.known(now=1.0), far.known(now=100.0)
-    (True, False)
-    >>> far.served(0.01, 1, now=100.0)  # measured anew
-    >>> round(far.seconds(1), 2)
-    0.01
-    """
-
-    _num_served: int = 0
-    _last: float = 0.0
-    _crowd: float = 0.0  # moving means, variance and covariance
-    _seconds: float = 0.0
-    _spread: float = 0.0
-    _joint: float = 0.0
-
-    def known(self, now: float) -> bool:
-        """Return whether a request was measured in the last `FORGET_S` seconds before `now`."""
-        return self._num_served > 0 and now - self._last < FORGET_S
-
-    def served(self, seconds: float, crowd: float, *, now: float) -> None:
-        """Add a measurement: a request took `seconds`, with on average `crowd` requests running, itself included.
-
-        `now` is the time at its end, in seconds."""
-        self._num_served, self._last = (self._num_served if self.known(now) else 0) + 1, now
-        weight = max(WEIGHT, 1 / self._num_served)
-        off, late = crowd - self._crowd, seconds - self._seconds
-        self._crowd += weight * off
-        self._seconds += weight * late
-        self._spread = (1 - weight) * (self._spread + weight * off * off)
-        self._joint = (1 - weight) * (self._joint + weight * off * late)
-
-    def seconds(self, crowd: float) -> float:
-        """Return the expected seconds of a request among `crowd` requests, itself included.
-
-        The result is valid only while `known` returns True."""
-        share = self._seconds / self._crowd  # the slope of a line through the origin
-        each = (self._joint + PRIOR * share) / (self._spread + PRIOR)
-        return self._seconds + min(max(each, 0.0), share) * (crowd - self._crowd)
 
 
 class Assignment(enum.StrEnum):
@@ -121,117 +69,6 @@ class Assignment(enum.StrEnum):
 
     LEAST_LOADED = "least-loaded"
     STABLE = "stable"
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
-
-
-@dataclass(eq=False)
-class _Member:
-    name: str
-    engine: Engine
-    num_running: int = 0
-    num_production: int = 0  # of `num_running`
-    rests_until: float = 0.0  # on the monotonic clock
-    probe: asyncio.Task[bool] | None = None  # the running health check, shared by all requests
-    adoption: asyncio.Task[Version | EngineError] | None = None  # the running adopt call, for step `adopting`
-    adopting: int = 0
-    takes_new: bool = True
-    step: int | None = None  # step of its version, or a lower bound; None: unknown
-    size: int = 1  # sequences that it decodes together
-    region: str = ""
-    pace: Pace = field(default_factory=Pace)
-    kv_tokens: int | None = None  # free KV tokens at the last update, less those of requests since; None: unlimited
-
-    def seconds(self, typical_s: float | None) -> float:
-        """Return the expected seconds of one more request.
-
-        Without regions, or when no pace is known, it is the relative load.
-
-        An engine of unknown pace is assumed to be `STAY_FACTOR` times as fast as a typical one: then new work measures
-        it, and no session leaves an engine of typical pace for it."""
-        crowd = self.num_running + 1
-        if typical_s is None or not self.region:
-            return crowd / self.size
-        return (self.pace.seconds(crowd) if self.is_known else typical_s / STAY_FACTOR) * max(1.0, crowd / self.size)
-
-    @property
-    def is_known(self) -> bool:
-        return self.pace.known(_now())
-
-    def is_behind(self, step: int) -> bool:
-        """Return whether its version is known to be older than `step`."""
-        return self.step is not None and self.step < step
-
-    def saw_step(self, step: int) -> None:
-        """Record that it has a version of at least this step."""
-        self.step = step if self.step is None else max(step, self.step)
-
-    def has_capacity(self, request: CompletionRequest) -> bool:
-        """Return whether its free KV tokens suffice for a request."""
-        return self.kv_tokens is None or self.kv_tokens >= kv_tokens_needed(request)
-
-    @contextlib.contextmanager
-    def serving(self, request: CompletionRequest) -> Iterator[None]:
-        """Count a request as running while the block runs, and measure its pace."""
-        production = request.traffic is Traffic.PRODUCTION
-        self._count(1, production, kv_tokens_needed(request))
-        began, crowd = _now(), self.num_running
-        try:
-            yield
-            now = _now()
-            self.pace.served(now - began, (crowd + self.num_running) / 2, now=now)
-        finally:
-            self._count(-1, production, -kv_tokens_needed(request))
-
-    def _count(self, number: int, production: bool, kv_tokens: int) -> None:
-        self.num_running += number
-        self.num_production += number * production
-        if self.kv_tokens is not None:
-            self.kv_tokens -= kv_tokens
-
-
-@dataclass
-class _Attempt:
-    """The state of one request while the fleet looks for an engine that serves it."""
-
-    request: CompletionRequest
-    deadline: float
-    patience_s: float  # remaining seconds to wait for an engine
-    waited_s: float = 0.0
-    num_lost: int = 0
-    refused: dict[str, EngineError] = field(default_factory=dict)  # the latest error of each engine
-    skipped: set[str] = field(default_factory=set)  # not tried again in this round
-    behind: set[str] = field(default_factory=set)  # refused it because their version is too old
-    excluded: set[str] = field(default_factory=set)  # have passed the pinned step: never tried again
-
-    @property
-    def left_s(self) -> float:
-        """Seconds until the deadline."""
-        return self.deadline - _now()
-
-    def wait_is_over(self, seconds: float) -> None:
-        """Account for a wait of `seconds` that has ended.
-
-        If the latest error of every engine is `EngineBehind`, `EngineBusy` or `EngineGone`, the wait is taken from
-        `patience_s`, and the deadline moves back by the same time. What exceeds `patience_s`, or the complete wait if
-        there is another error, counts against the deadline.
-        """
-        if all(isinstance(no, EngineBehind | EngineBusy | EngineGone) for no in self.refused.values()):
-            free = min(seconds, self.patience_s)
-            self.patience_s -= free
-            self.waited_s += free
-            self.deadline += free
-
-    @property
-    def step(self) -> int:
-        """The version step that an engine must have."""
-        return self.request.min_step if self.request.pin_step is None else self.request.pin_step
-
-    def waits_for(self, member: _Member) -> bool:
-        """Return whether the member first has to adopt a newer version."""
-        return member.name in self.behind or member.is_behind(self.step)
 
 
 @dataclass
@@ -264,7 +101,7 @@ class Fleet:
         patience_s: float = PATIENCE_S,
     ) -> None:
         self.assignment, self.heartbeat_s, self.patience_s = assignment, heartbeat_s, patience_s
-        self._members = {name: _Member(name, engine) for name, engine in engines.items()}
+        self._members = {name: Member(name, engine) for name, engine in engines.items()}
         self._sessions: dict[str, str] = {}  # session -> engine name, least recently used first
         self._regions: dict[str, str] = {}  # group -> region of its newest session, least recently used first
         self._streaming: dict[str, _Streamed] = {}  # the streamed requests by their id
@@ -277,7 +114,7 @@ class Fleet:
 
     def add(self, name: str, engine: Engine) -> None:
         """Add an engine, or replace the one of this name after a restart."""
-        self._members[name] = _Member(name, engine)
+        self._members[name] = Member(name, engine)
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -290,12 +127,12 @@ class Fleet:
 
         Raises `EngineError` if it is no member, and `DeadlineExceeded` after `deadline_s` seconds; then, or if the wait
         is cancelled, it is a member as before."""
-        member, deadline = self._members.pop(name, None), _now() + deadline_s
+        member, deadline = self._members.pop(name, None), loop_time() + deadline_s
         if member is None:
             raise EngineError(f"{name} is not in the fleet", f"it has {sorted(self._members)}", hint="add it first")
         try:
             while member.num_running:
-                if _now() >= deadline:
+                if loop_time() >= deadline:
                     facts = f"it still serves {member.num_running} requests"
                     hint = "let it have more time, or cancel its requests"
                     raise DeadlineExceeded(f"{name} was not drained within {deadline_s:g} s", facts, hint=hint)
@@ -331,8 +168,8 @@ class Fleet:
     async def retire(self, name: str, *, deadline_s: float) -> None:
         """Remove an engine that has left, and wait until the requests that it serves have ended, at most `deadline_s`
         seconds. Unknown names are ignored."""
-        member, deadline = self._members.pop(name, None), _now() + deadline_s
-        while member is not None and member.num_running and _now() < deadline:  # noqa: ASYNC110  requests count it
+        member, deadline = self._members.pop(name, None), loop_time() + deadline_s
+        while member is not None and member.num_running and loop_time() < deadline:  # noqa: ASYNC110  requests count it
             await asyncio.sleep(DRAIN_POLL_S)
 
     async def complete(self, request: CompletionRequest) -> Completion:
@@ -350,13 +187,13 @@ class Fleet:
 
     async def _complete(self, request: CompletionRequest) -> Completion:
         """Sample on one engine, after errors on others. The completion may be one that the engine ended early."""
-        attempt = _Attempt(request, _now() + request.deadline_s, self.patience_s)
+        attempt = Attempt(request, loop_time() + request.deadline_s, self.patience_s)
         while True:
-            member, sent_at = await self._next(attempt), _now()
+            member, sent_at = await self._next(attempt), loop_time()
             try:
                 completion = await self._serve(member, attempt)
             except EngineError as error:
-                self._after_refusal(member, attempt, error, _now() - sent_at)
+                self._after_refusal(member, attempt, error, loop_time() - sent_at)
             else:
                 self._remember(request, member, completion)
                 return completion
@@ -385,9 +222,9 @@ class Fleet:
 
     async def _stream(self, request: CompletionRequest, streamed: _Streamed) -> AsyncGenerator[list[int] | Completion]:
         """Stream from one engine, after errors on others. The completion may be one that the engine ended early."""
-        attempt, begun = _Attempt(request, _now() + request.deadline_s, self.patience_s), False
+        attempt, begun = Attempt(request, loop_time() + request.deadline_s, self.patience_s), False
         while True:
-            member, sent_at = await self._next(attempt), _now()
+            member, sent_at = await self._next(attempt), loop_time()
             try:
                 streamed.engine = member.engine
                 async with contextlib.aclosing(_stream_parts(member, attempt)) as parts:
@@ -400,7 +237,7 @@ class Fleet:
             except EngineError as error:
                 if begun:
                     raise
-                self._after_refusal(member, attempt, error, _now() - sent_at)
+                self._after_refusal(member, attempt, error, loop_time() - sent_at)
 
     async def end(self, request_id: str) -> None:
         streamed = self._streaming.get(request_id)
@@ -410,17 +247,17 @@ class Fleet:
         if isinstance(streamed.engine, Ending):
             await streamed.engine.end(request_id)
 
-    async def _next(self, attempt: _Attempt) -> _Member:
+    async def _next(self, attempt: Attempt) -> Member:
         """Wait for an engine that can serve the request.
 
         Raises `EngineBehind` when none adopted the version, and `EngineError` at the deadline, or when no engine can
         ever serve it."""
         pause_s = RETRY_S
         while attempt.left_s > 0:
-            member, began = self._choose(attempt), _now()
+            member, began = self._choose(attempt), loop_time()
             if member is not None and attempt.waits_for(member):
                 await self._catch_up(member, attempt, min(attempt.left_s, pause_s))
-                attempt.wait_is_over(_now() - began)
+                attempt.wait_is_over(loop_time() - began)
             elif member is not None:
                 self._regions.pop(group_of(attempt.request), None)
                 self._regions[group_of(attempt.request)] = member.region
@@ -430,13 +267,13 @@ class Fleet:
             else:
                 attempt.skipped.clear()
                 await self._pause_between_rounds(min(attempt.left_s, pause_s))
-                attempt.wait_is_over(_now() - began)
+                attempt.wait_is_over(loop_time() - began)
             pause_s = min(2 * pause_s, MAX_RETRY_S)
         raise _no_engine_error(attempt)
 
-    def _choose(self, attempt: _Attempt) -> _Member | None:
+    def _choose(self, attempt: Attempt) -> Member | None:
         """Choose the engine to try now, or None. One that must adopt a version first is only chosen when all must."""
-        now, out = _now(), attempt.skipped | attempt.excluded
+        now, out = loop_time(), attempt.skipped | attempt.excluded
         able = [m for m in self._members.values() if m.name not in out and m.rests_until <= now]
         home = next((m for m in able if m.name == self._sessions.get(attempt.request.session_id)), None)
         rollout = attempt.request.traffic is Traffic.ROLLOUT
@@ -451,9 +288,7 @@ class Fleet:
         near = home or next((m for m in able if m.name == self._sessions.get(attempt.request.fork_from or "")), None)
         return self._fastest(attempt, able, near, self._regions.get(group))
 
-    def _fastest(
-        self, attempt: _Attempt, able: list[_Member], home: _Member | None, region: str | None
-    ) -> _Member | None:
+    def _fastest(self, attempt: Attempt, able: list[Member], home: Member | None, region: str | None) -> Member | None:
         """Return the engine where the request is expected to end first.
 
         It is its `home` (which has its session, or the one that it forks from), or one in the `region`, while that is
@@ -472,7 +307,7 @@ class Fleet:
         ) > STAY_FACTOR * best.seconds(typical_s)
         return best if late and attempt.waits_for(best) <= attempt.waits_for(near) else near
 
-    async def _serve(self, member: _Member, attempt: _Attempt) -> Completion:
+    async def _serve(self, member: Member, attempt: Attempt) -> Completion:
         """Send the request to one engine, and check its health while waiting."""
         request_now = msgspec.structs.replace(attempt.request, deadline_s=max(attempt.left_s, 0.001))
         with member.serving(request_now):
@@ -489,12 +324,12 @@ class Fleet:
             finally:
                 work.cancel()
 
-    async def _answers(self, member: _Member) -> bool:
+    async def _answers(self, member: Member) -> bool:
         if member.probe is None or member.probe.done():
             member.probe = asyncio.ensure_future(_is_healthy(member.engine, self.heartbeat_s))
         return await asyncio.shield(member.probe)
 
-    def _after_refusal(self, member: _Member, attempt: _Attempt, error: EngineError, held_s: float) -> None:
+    def _after_refusal(self, member: Member, attempt: Attempt, error: EngineError, held_s: float) -> None:
         """Update the state of a request after an engine's error. `held_s`: how long the engine had it.
 
         Raises the error again when the request itself is invalid, or may be what ends engines."""
@@ -511,9 +346,9 @@ class Fleet:
             if (
                 not isinstance(error, EngineBusy) and attempt.left_s > 0
             ):  # at the deadline the engine may only have been slow
-                member.rests_until = _now() + REST_S
+                member.rests_until = loop_time() + REST_S
 
-    async def _catch_up(self, member: _Member, attempt: _Attempt, patience_s: float) -> None:
+    async def _catch_up(self, member: Member, attempt: Attempt, patience_s: float) -> None:
         """Wait until one of the engines with an older version has adopted the demanded one.
 
         With stable assignment, wait until `member` has. The engines fetch the weights by themselves."""
@@ -522,21 +357,21 @@ class Fleet:
             for m in self._members.values()
             if attempt.waits_for(m) and m.name not in attempt.skipped | attempt.excluded
         ]
-        request_now = {m: _adoption(m, attempt) for m in ([member] if self.assignment is Assignment.STABLE else late)}
+        request_now = {m: adoption_of(m, attempt) for m in ([member] if self.assignment is Assignment.STABLE else late)}
         done, _ = await asyncio.wait(request_now.values(), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             attempt.skipped.clear()  # a busy or new engine may be first
         for member, adoption in request_now.items():
             if adoption.done():
                 attempt.behind.discard(member.name)
-                _apply_adoption(member, attempt, adoption.result())
+                apply_adoption(member, attempt, adoption.result())
 
     async def _pause_between_rounds(self, pause_s: float) -> None:
         """Wait until an engine joins, at most `pause_s`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), pause_s)
 
-    def _remember(self, request: CompletionRequest, member: _Member, completion: Completion) -> None:
+    def _remember(self, request: CompletionRequest, member: Member, completion: Completion) -> None:
         self._sessions.pop(request.session_id, None)
         if request.keep_session and completion.stop_reason is not StopReason.CANCELLED:  # that engine is behind
             self._sessions[request.session_id] = member.name
@@ -545,64 +380,13 @@ class Fleet:
                 del remembered[next(iter(remembered))]
 
 
-async def _stream_parts(member: _Member, attempt: _Attempt) -> AsyncGenerator[list[int] | Completion]:
+async def _stream_parts(member: Member, attempt: Attempt) -> AsyncGenerator[list[int] | Completion]:
     """Stream from one engine, and count the request as running there."""
     request_now = msgspec.structs.replace(attempt.request, deadline_s=max(attempt.left_s, 0.001))
     with member.serving(request_now):
         async with contextlib.aclosing(stream_or_complete(member.engine, member.engine.generate, request_now)) as parts:
             async for part in parts:
                 yield part
-
-
-def rank(member: _Member, attempt: _Attempt, typical_s: float | None) -> tuple[bool, float, float, str]:
-    """Return the sort key of the engine `member` for the request `attempt`. The engine with the smallest key is chosen.
-
-    `typical_s` is the mean expected time of a request over all engines in seconds, or None if it is unknown."""
-    production = member.num_production if attempt.request.traffic is Traffic.PRODUCTION else 0
-    return attempt.waits_for(member), production / member.size, member.seconds(typical_s), member.name
-
-
-def _adoption(member: _Member, attempt: _Attempt) -> asyncio.Task[Version | EngineError]:
-    """Return the task of an engine's adopt call. All requests that wait for the same step share it."""
-    if member.adoption is None or member.adoption.done() or member.adopting != attempt.step:
-        member.adopting = attempt.step
-        member.adoption = asyncio.ensure_future(_adopt(member.engine, attempt.step, ADOPT_S))
-    return member.adoption
-
-
-def _apply_adoption(member: _Member, attempt: _Attempt, result: Version | EngineError) -> None:
-    if isinstance(result, EngineError):
-        gone = isinstance(result, EngineGone)
-        attempt.refused[member.name] = result if gone else EngineBehind(result.what, result.facts, hint=result.hint)
-        attempt.skipped.add(member.name)
-    elif attempt.request.pin_step is not None and result.step > attempt.request.pin_step:
-        attempt.excluded.add(member.name)
-    elif result.step < attempt.step:
-        facts = f"step {attempt.step} was requested, and its version is of step {result.step}"
-        attempt.refused[member.name] = EngineBehind(
-            f"{member.name} has not loaded the requested version", facts, hint="see the engine's log"
-        )
-        attempt.skipped.add(member.name)
-    else:
-        member.saw_step(result.step)
-        attempt.refused.pop(member.name, None)
-
-
-def group_of(request: CompletionRequest) -> str:
-    """Return the group of a request's session: its id up to the last dot, or the whole id."""
-    return request.session_id.rpartition(".")[0] or request.session_id
-
-
-def kv_tokens_needed(request: CompletionRequest) -> int:
-    """Return the most KV tokens that a request can need: those of prompt and completion."""
-    return len(request.prompt_ids) + request.sampling.max_tokens
-
-
-async def _adopt(engine: Engine, step: int, deadline_s: float) -> Version | EngineError:
-    try:
-        return await engine.adopt(step, deadline_s=deadline_s)
-    except EngineError as error:
-        return error
 
 
 async def _is_healthy(engine: Engine, patience_s: float) -> bool:
@@ -613,7 +397,7 @@ async def _is_healthy(engine: Engine, patience_s: float) -> bool:
     return True
 
 
-def _no_engine_error(attempt: _Attempt) -> EngineError:
+def _no_engine_error(attempt: Attempt) -> EngineError:
     reasons = "; ".join(f"{name}: {str(e).splitlines()[0]}" for name, e in sorted(attempt.refused.items()))
     late = any(isinstance(no, EngineBehind) for no in attempt.refused.values())
     return (EngineBehind if late else EngineError)(

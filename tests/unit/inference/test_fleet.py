@@ -11,7 +11,8 @@ from tests.clock import run_at_once
 
 from etude.errors import ContextFull, EngineBehind, EngineError
 from etude.inference import Assignment, EngineBusy, EngineGone, Fleet
-from etude.inference.fleet import FORGET_S, MAX_LOST
+from etude.inference.fleet import MAX_LOST
+from etude.inference.fleet_members import FORGET_S
 from etude.inference.registry_messages import ListedEngine, State
 from etude.records import Completion, CompletionRequest
 from etude.records.completion import Traffic, Version
