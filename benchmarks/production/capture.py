@@ -1,10 +1,10 @@
-"""What capture costs a request of the gateway: off, without consent, on, with a disk that is slow, and one that is full.
+"""What capture costs a request of the gateway: off, without consent, on, with a slow disk and with a full one.
 
     python -m benchmarks.production.capture [--requests 800]
 
-Five gateways in one process answer the same requests in turn, one at a time; the engine answers at once from a list, and
-no socket is between client and gateway, so that little but the gateway's own work is measured. Captured answers are
-written by a thread beside them.
+Five gateways in one process answer the same requests in turn, one at a time. The engine answers at once from a list,
+and no socket is between client and gateway, so that little but the gateway's own work is measured. Captured answers
+are written by a thread beside them.
 
 - `wall_ms`: from the request to the answer, p50 and p99. With other work on the machine, p99 is mostly that.
 - `cpu_ms`: CPU time of the thread that serves, p50 and p99.
@@ -68,7 +68,7 @@ async def measure(requests: int, folder: Path) -> dict[str, Any]:
             if number == 1:
                 held.enter_context(slow.keys.lock())
                 end = time.monotonic() + 120
-                while not writers["full"].counts()["captured"] and time.monotonic() < end:
+                while not writers["full"].counts()["captured"] and time.monotonic() < end:  # noqa: ASYNC110  a thread
                     await asyncio.sleep(0.01)
                 fill(disk)
             for name in np.roll(list(clients), number):

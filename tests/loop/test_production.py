@@ -293,7 +293,7 @@ def test_whenever_and_however_consent_is_withdrawn_before_the_commit_no_token_is
             windows.files.write = watched_write  # type: ignore[method-assign]
             trainer._take, trainer._call = watched_take, watched_call  # type: ignore[method-assign]
             for kind in KINDS:
-                for number, now in enumerate(MOMENTS):  # noqa: PLW2901  the watched functions read it
+                for number, now in enumerate(MOMENTS):
                     subject = Subject.of(f"org-{KINDS.index(kind)}-{number}", "bob")
                     with PrivacyFolder(product.privacy) as folder:
                         folder.consent.set(Subject.of(subject.organisation), Level.TRAIN)
@@ -320,7 +320,9 @@ def test_whenever_and_however_consent_is_withdrawn_before_the_commit_no_token_is
             mine = folder.records.uses([record_id]).get(record_id, set())
             assert all(rows[i].state is State.QUARANTINED for i in mine if i in rows), cell
             assert not [name for i in mine for name in (product.run.folder / "rollouts").glob(f"{i}*")], cell
-            trained = {one.rollout_id for one in read_trace(trace_path(product.run.folder / "traces", step)).batch.samples}
+            trained = {
+                one.rollout_id for one in read_trace(trace_path(product.run.folder / "traces", step)).batch.samples
+            }
             assert len(trained) == 3, cell
             assert not trained & mine, cell
     product.run.assert_sound(cells[-1][2])

@@ -15,8 +15,10 @@ from .test_registrar import WANTED
 
 ODD = [
     "\ud800", "\0", "", "\u202e", "\u0301" * 50, "a/b", "x" * 101, "x" * 90_000, 1, 1e400, -1, None, [], {}, True,
-    "http://", "http://[", "http://[::1", "http://a b", "http://x:99999", "http://x:-1", "http://x:abc", "http://" + "a." * 130,
-    "http://user:pw@127.0.0.1:1", "http://127.0.0.1:1/\r\nx: y", "http://127.0.0.1:0", "http://*", "http://%00", "file:///etc/passwd",
+    "http://", "http://[", "http://[::1", "http://a b", "http://x:99999", "http://x:-1", "http://x:abc",
+    "http://" + "a." * 130,
+    "http://user:pw@127.0.0.1:1", "http://127.0.0.1:1/\r\nx: y", "http://127.0.0.1:0", "http://*", "http://%00",
+    "file:///etc/passwd",
 ]  # fmt: skip
 
 
