@@ -2,13 +2,15 @@
 
     python -m benchmarks.production.release_engines [--engine vllm] [--seconds 10]
 
-A run with three versions of small random weights is served, and clients ask all the time, every second one streaming,
-each as a user of its own at each request. A canary gets half of the users, is promoted, and is rolled back; then a
+A run with three versions of small random weights is served. Users have conversations of some turns, one after the
+other; every second request is streamed. A canary gets half of the users, is promoted, and is rolled back; then a
 canary of the third version is rolled back before it is promoted.
 
 - `switch_s`: from the call that moves a branch until the engine that follows it has the version.
 - `last_old_s`: how long after that call the last request was sent that the other version answered. For users a rollback
   is complete then.
+- `sessions`: conversations with an answer, and those of them that an answer of another version continued.
+  `sessions_dropped`: conversations with an answer of which a later turn failed.
 - `wrong`: answers of a version that their user does not get, among requests that were sent while no release changed.
 """
 
@@ -61,7 +63,7 @@ MODEL = ModelConfig(
 CHANGED = 0.02  # share of the weights that differ between two versions
 SHARES = (50, 100)
 SETTINGS = ReleaseSettings(gate=(SuiteGate("repair"),), metrics=(Metric("kept"),), shares=SHARES)
-TOKENS, CLIENTS, USERS = 24, 3, 40
+TOKENS, CLIENTS, USERS, TURNS = 24, 3, 13, 6  # users of each client, turns of a conversation
 READY_S, SWITCH_S = 1800.0, 120.0
 SETTLE_S = 0.5  # after a change: the gateway reads the release anew every .2 s
 
@@ -74,6 +76,15 @@ class Answer:
     sent: float
     done: float
     version: str
+
+
+@dataclass
+class Session:
+    """A conversation: its messages, and the version of each answer."""
+
+    messages: list[dict[str, str]]
+    versions: list[str]
+    dropped: bool = False
 
 
 def make_run(folder: Path) -> tuple[RunFolder, list[Version]]:
@@ -103,7 +114,7 @@ class Clients:
     """Threads that send requests to the gateway until `stop`. `answers` has one entry for each request."""
 
     def __init__(self, url: str) -> None:
-        self.answers, self.errors = list[Answer](), list[str]()
+        self.answers, self.errors, self.sessions = list[Answer](), list[str](), list[Session]()
         self._url, self._stop = url, threading.Event()
         self._threads = [threading.Thread(target=self._use, args=(i,)) for i in range(CLIENTS)]
 
@@ -118,31 +129,43 @@ class Clients:
             thread.join(300)
 
     def _use(self, number: int) -> None:
+        talks = dict[str, Session]()
         with httpx.Client(timeout=120) as http:
             for turn in range(number, 10**9, CLIENTS):
                 if self._stop.is_set():
                     return
-                user, sent, version = f"user-{turn % USERS}", time.perf_counter(), ""
+                user, sent, version = f"user-{number}-{turn // CLIENTS % USERS}", time.perf_counter(), ""
+                talk = talks.get(user)
+                if talk is None or len(talk.versions) >= TURNS:
+                    talk = talks[user] = Session([], [])
+                    self.sessions.append(talk)
+                talk.messages.append({"role": "user", "content": f"write {turn}"})
                 try:
-                    version = _ask(http, self._url, user, turn)
+                    text, version = _ask(http, self._url, user, talk.messages, turn)
+                    talk.messages.append({"role": "assistant", "content": text})
+                    talk.versions.append(version)
                 except (httpx.HTTPError, RuntimeError, msgspec.DecodeError) as error:
                     self.errors.append(f"{user}: {error!r}")
+                    talk.dropped = bool(talk.versions)
+                    del talks[user]
                 self.answers.append(Answer(user, sent, time.perf_counter(), version))
 
 
-def _ask(http: httpx.Client, url: str, user: str, turn: int) -> str:
-    """Ask for TOKENS tokens, and return the version of the answer. Raises `RuntimeError` for one that is not whole."""
+def _ask(http: httpx.Client, url: str, user: str, messages: list[dict[str, str]], turn: int) -> tuple[str, str]:
+    """Ask for TOKENS tokens. Return text and version of the answer. Raises `RuntimeError` for one that is not whole."""
     body: dict[str, Any] = {"model": "product", "max_tokens": TOKENS, "logit_bias": {"1": -100}, "seed": turn}
-    body |= {"messages": [{"role": "user", "content": f"write {turn}"}], "stream": bool(turn % 2)}
+    body |= {"messages": messages, "stream": bool(turn % 2)}
     answer = http.post(f"{url}/v1/chat/completions", json=body, headers={"x-etude-user": user})
     if answer.status_code != 200:
         raise RuntimeError(answer.text)
     if not turn % 2:
-        return str(answer.json()["system_fingerprint"])
+        found = answer.json()
+        return found["choices"][0]["message"]["content"] or "", str(found["system_fingerprint"])
     parts = [msgspec.json.decode(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
     if not answer.text.rstrip().endswith("data: [DONE]") or any("error" in part for part in parts):
         raise RuntimeError(answer.text[-300:])
-    return str(parts[-1]["system_fingerprint"])
+    told = [one["delta"].get("content") or "" for part in parts for one in part["choices"]]
+    return "".join(told), str(parts[-1]["system_fingerprint"])
 
 
 class Site:
@@ -262,7 +285,7 @@ def measure(kind: str, seconds: float) -> dict[str, Any]:
             phase("second canary", advance, {"canary": third}, None)
             rest(salt, first, third)
             phase("rollback of a canary", move("rollback"), {"canary": first}, third)
-        wrong = 0
+        wrong, talks = 0, [one for one in clients.sessions if one.versions]
         for began, ended, salt, stable, canary in settled:
             inside = [one for one in asked if began < one.sent and one.done < ended and one.version]
             wanted = {Arm.CANARY: str(canary), Arm.STABLE: str(stable)}
@@ -279,6 +302,8 @@ def measure(kind: str, seconds: float) -> dict[str, Any]:
             "of_no_version": len(asked) - sum(by_version.values()),
             "settled_requests": sum(b < one.sent and one.done < e for b, e, *_ in settled for one in asked),
             "wrong": wrong,
+            "sessions": [len(talks), sum(len(set(one.versions)) > 1 for one in talks)],
+            "sessions_dropped": sum(one.dropped for one in talks),
             "phases": phases,
         }
 

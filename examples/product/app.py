@@ -83,6 +83,8 @@ class Page:
         text = prompt_of(given["wish"], given["path"], given["file"])
         try:
             answer, response_id = await self._agent.ask(text, _user(request))
+        except openai.BadRequestError as error:  # such as a text that is longer than the model's context
+            return _refused(400, "the model cannot take this request", str(error)[:200])
         except openai.OpenAIError as error:
             return _refused(502, "the agent did not answer", str(error)[:200])
         return JSONResponse(
@@ -129,15 +131,21 @@ async def _body(request: Request) -> bytes | None:
 
 
 async def _json(request: Request) -> dict[str, str] | None:
-    """Return wish, path and file of a request; None if they are missing or too long."""
+    """Return wish, path and file of a request; None if they are missing, too long, or no texts."""
     body = await _body(request)
     try:
         given = json.loads(body or b"")
         found = {name: given[name] for name in ("wish", "path", "file")}
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    good = all(isinstance(one, str) and 0 < len(one) <= MAX_CHARS for one in found.values())
-    return found if good else None
+    return found if all(map(_is_text, found.values())) else None
+
+
+def _is_text(value: object) -> bool:
+    """Whether a value is a text of valid length that has an encoding: JSON may name half a surrogate pair."""
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_CHARS:
+        return False
+    return not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _refused(status: int, what: str, facts: str) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ def test_an_erasure_names_every_batch_and_version_as_the_traces_do(
     for row in bobs:
         assert f"{row.rollout_id} ({row.state}) in the batch of step {row.step}, trained into {row.version}" in out
     assert f"{eves.rollout_id} " not in out
+    for step in (1, 2):
+        assert re.search(rf"still readable in the trace of step {step}: .*batch-{step:06d}\.parquet\n", out)
     assert "its traces hold 2; the ledger names all of them" in out
     traces = run.folder / "traces"
     shutil.copy(traces / "batch-000001.parquet", traces / "batch-000003.parquet")  # a batch that the ledger forgot

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import signal
 import time
@@ -31,6 +32,7 @@ from etude.loop.production_windows import Windows
 from etude.loop.replay import replay_step
 from etude.privacy import CaptureWriter, Level, PrivacyFolder, Subject
 from etude.production import LearnSettings
+from etude.production.episodes import Answer
 from etude.production.outcomes import Values
 from etude.records import Version, VersionSpan
 from etude.run import RunFolder
@@ -59,8 +61,8 @@ class Signals:
     def __init__(self) -> None:
         self.kept = dict[str, float]()
 
-    def values_of(self, response_ids: Sequence[str]) -> dict[str, Values]:
-        return {i: {"kept": [self.kept[i]]} for i in response_ids if i in self.kept}
+    def values_of(self, answers: Sequence[Answer]) -> dict[Answer, Values]:
+        return {one: {"kept": [self.kept[one[0]]]} for one in answers if one[0] in self.kept}
 
 
 class Product:
@@ -80,7 +82,7 @@ class Product:
     def ledger(self) -> Ledger:
         return Ledger.open_readonly(self.run.folder / "ledger.sqlite")
 
-    def serve(self, users: Sequence[str], kept: Sequence[float | None]) -> list[str]:
+    def serve(self, users: Sequence[str], kept: Sequence[float | None], *, organisation: str = "acme") -> list[str]:
         """Capture an answer for each user, with what it said about it. Returns the ids of the responses."""
         writer, ids = CaptureWriter(self.privacy), list[str]()
         for user, value in zip(users, kept, strict=True):
@@ -90,7 +92,7 @@ class Product:
             span = VersionSpan(SAMPLER, len(answer.completion.token_ids))
             logprobs = np.full(len(answer.completion.token_ids), -5.0, np.float32)
             completion = msgspec.structs.replace(answer.completion, spans=(span,), logprobs=logprobs)
-            writer.offer(msgspec.structs.replace(answer, completion=completion))
+            writer.offer(msgspec.structs.replace(answer, completion=completion, organisation=organisation))
             if value is not None:
                 self.signals.kept[ids[-1]] = value
         assert writer.close(60)
@@ -227,6 +229,103 @@ def test_consent_that_is_withdrawn_before_the_commit_takes_every_token_out_of_th
     assert gone[0].rollout_id not in {sample.rollout_id for sample in recorded.batch.samples}
     assert replay_step(product.run.folder, 3).equal, "the published weights are those of the batch without it"
     product.run.assert_sound(3)
+
+
+MOMENTS = (
+    "captured", "read", "linked", "stored", "recorded", "batched", "forward_backward", "optim_step",
+)  # fmt: skip
+KINDS = ("its user allows less", "its organisation allows nothing", "it is erased")
+
+
+def test_whenever_and_however_consent_is_withdrawn_before_the_commit_no_token_is_in_a_version(
+    finished: Callable[[Path], Product], tmp_path: Path
+) -> None:
+    """All moments between the captured answer and the commit, by all ways to withdraw."""
+    product = finished(tmp_path)
+    settings = dataclasses.replace(SETTINGS, max_wait_s=0.0, user_share=0.25, max_lag=256)
+    now, withdrawn = "", dict[str, Callable[[], None]]()
+
+    def reached(moment: str) -> None:
+        if now == moment and (act := withdrawn.pop(moment, None)):
+            act()
+
+    def withdraw(kind: str, subject: Subject) -> None:
+        with PrivacyFolder(product.privacy) as folder:
+            match kind:
+                case "its user allows less":
+                    folder.consent.set(subject, Level.CAPTURE)
+                case "its organisation allows nothing":
+                    folder.consent.set(Subject.of(subject.organisation), Level.OFF)
+                case _:
+                    folder.erase(subject)
+
+    async def main() -> list[tuple[str, str, int]]:
+        nonlocal now
+        cells = list[tuple[str, str, int]]()
+        async with product.trainer(settings) as trainer, asyncio.timeout(1500):
+            windows, call, admit = trainer.windows, trainer._call, trainer.windows._admit
+            read, write, take = windows._read, windows.files.write, trainer._take
+
+            def watched_read(episodes: Any) -> Any:
+                found = read(episodes)
+                reached("read")
+                return found
+
+            def watched_write(rollout: Any) -> Any:
+                reached("linked")
+                return write(rollout)
+
+            async def watched_admit(*args: Any) -> Any:
+                found = await admit(*args)
+                reached("stored")
+                return found
+
+            def watched_take(*args: Any) -> None:
+                take(*args)
+                reached("batched")
+
+            async def watched_call(method: str, kind: Any, *args: object) -> Any:
+                found = await call(method, kind, *args)
+                reached("recorded" if method == "record" else method)
+                return found
+
+            windows._read, windows._admit = watched_read, watched_admit  # type: ignore[method-assign]
+            windows.files.write = watched_write  # type: ignore[method-assign]
+            trainer._take, trainer._call = watched_take, watched_call  # type: ignore[method-assign]
+            for kind in KINDS:
+                for number, now in enumerate(MOMENTS):
+                    subject = Subject.of(f"org-{KINDS.index(kind)}-{number}", "bob")
+                    with PrivacyFolder(product.privacy) as folder:
+                        folder.consent.set(Subject.of(subject.organisation), Level.TRAIN)
+                        folder.consent.set(subject, Level.TRAIN)
+                    product.serve(["bob"], [1.0], organisation=subject.organisation)
+                    product.serve(["eve", "ann", "joe"], [1.0, 0.0, 1.0])
+                    with PrivacyFolder(product.privacy) as folder:
+                        [record] = folder.records.of(folder.keys.names(subject))
+                    withdrawn[now] = functools.partial(withdraw, kind, subject)
+                    reached("captured")
+                    made = list[int]()
+                    await trainer.train(
+                        1, poll_s=0.02, on_step=lambda step, *_, m=made: m.append(step), on_wait=lambda _: None
+                    )
+                    assert not withdrawn, (now, kind)
+                    cells.append((record.record_id, f"{now}: {kind}", made[0]))
+        return cells
+
+    cells = asyncio.run(main())
+    assert len(cells) == len(MOMENTS) * len(KINDS)
+    with PrivacyFolder(product.privacy) as folder, contextlib.closing(product.ledger()) as ledger:
+        rows = {row.rollout_id: row for row in ledger.rows()}
+        for record_id, cell, step in cells:
+            mine = folder.records.uses([record_id]).get(record_id, set())
+            assert all(rows[i].state is State.QUARANTINED for i in mine if i in rows), cell
+            assert not [name for i in mine for name in (product.run.folder / "rollouts").glob(f"{i}*")], cell
+            trained = {
+                one.rollout_id for one in read_trace(trace_path(product.run.folder / "traces", step)).batch.samples
+            }
+            assert len(trained) == 3, cell
+            assert not trained & mine, cell
+    product.run.assert_sound(cells[-1][2])
 
 
 def test_a_killed_program_goes_on_where_it_stopped_and_trains_on_every_episode_once(

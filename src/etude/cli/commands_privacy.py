@@ -27,7 +27,7 @@ def add_privacy_commands(commands: Commands[Parser]) -> None:
         metavar="RUN",
         help="list the batches and versions of this run that hold the subject's data (repeatable)",
     )
-    export = add(privacy, "export", "privacy:export", "print the records of a subject, one line of JSON each")
+    export = add(privacy, "export", "privacy:export", "print what is kept of a subject: records, signals, sessions")
     _add_subject(export)
     export.add_argument("--redacted", action="store_true", help="without secrets, addresses, paths, keys and tokens")
     expire = add(privacy, "expire", "privacy:expire", "delete expired records (a gateway that captures does so hourly)")

@@ -20,9 +20,9 @@ from etude.dashboard.run_view import read_json
 from etude.errors import EtudeError, Exit, InputError
 from etude.plugins import check_all
 from etude.prices import Prices, read_prices
-from etude.privacy import PrivacyFolder
+from etude.privacy import Level, PrivacyFolder
 from etude.production import LearnSettings, read_settings
-from etude.production.episodes import SIMULATED, SOURCE
+from etude.production.episodes import SIMULATED, SOURCE, Answer
 from etude.production.outcomes import Values
 from etude.records import Version
 from etude.records.task import Split
@@ -47,12 +47,16 @@ class FeedbackSignals:
         self._file = file
         self._costs: CostReader | None = None
 
-    def values_of(self, response_ids: Sequence[str]) -> dict[str, Values]:
-        """Return the values of the signals about these responses, by response and name."""
-        found = dict[str, dict[str, list[float]]]()
+    def values_of(self, answers: Sequence[Answer]) -> dict[Answer, Values]:
+        """Return the values of the signals about these answers that are kept under the level `train`, by answer and
+        name."""
+        found, wanted = dict[Answer, dict[str, list[float]]](), set(answers)
+        response_ids = list(dict.fromkeys(response_id for response_id, _ in answers))
         for start in range(0, len(response_ids), _AT_ONCE):
             for one in self._file.signals(response_ids=response_ids[start : start + _AT_ONCE]):
-                found.setdefault(one.response_id, {}).setdefault(one.name, []).append(one.value)
+                answer = one.response_id, one.answer
+                if answer in wanted and one.level == Level.TRAIN:
+                    found.setdefault(answer, {}).setdefault(one.name, []).append(one.value)
         return {**found}
 
     def outcomes(self, since: float, metrics: Collection[str]) -> Iterable[Outcome]:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import sys
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
+
+import msgspec
 
 from etude.cli.locations import open_ledger, open_run
 from etude.errors import InputError, PrivacyError
 from etude.privacy import Captured, Content, Level, PrivacyFolder, Subject, redact_value
 from etude.privacy.subjects import SubjectDigests
 from etude.run import RunFolder
+
+SESSIONS = "sessions.sqlite"  # the name of `tasks.sessions.store.FILE`, whose module takes long to load
 
 
 def show(args: argparse.Namespace) -> int:
@@ -65,9 +70,7 @@ def erase(args: argparse.Namespace) -> int:
     tasks = _session_tasks(args.folder, names)
     print(f"erased {subject}: {done.num_keys} keys destroyed, {len(done.records)} records deleted; its level is off")
     if not done.found:
-        what = f"nothing was found for {subject}: no level of its own, no key, no record and no signal"
-        hint = "check the name; etude privacy show lists the organisations"
-        print(f"warning: {what}\n  hint: {hint}", file=sys.stderr)
+        _warn_of_unknown(subject)
     for path, number in done.attached.items():
         print(f"{path}: {number} {_of_file(path)} deleted")
     for path in done.missing:
@@ -82,7 +85,7 @@ def erase(args: argparse.Namespace) -> int:
 
 def _of_file(path: Path) -> str:
     """Return what the rows of an attached file are."""
-    return "sessions" if path.name == "sessions.sqlite" else "signals"
+    return "sessions" if path.name == SESSIONS else "signals"
 
 
 def _rollouts_of(run: RunFolder, tasks: Collection[str]) -> set[str]:
@@ -94,9 +97,9 @@ def _rollouts_of(run: RunFolder, tasks: Collection[str]) -> set[str]:
 
 def _session_tasks(path: Path, names: SubjectDigests) -> set[str]:
     """Return the ids of the tasks that were made from a subject's sessions."""
-    from etude.tasks.sessions.store import FILE, SessionStore
+    from etude.tasks.sessions.store import SessionStore
 
-    if not (path / FILE).is_file():
+    if not (path / SESSIONS).is_file():
         return set()
     with SessionStore(path) as store:
         return store.tasks_of(names)
@@ -105,6 +108,7 @@ def _session_tasks(path: Path, names: SubjectDigests) -> set[str]:
 def _print_uses(run: RunFolder, rollouts: Collection[str]) -> bool:
     """Print the batches and versions of a run that hold rollouts. Returns whether its traces name no others."""
     from etude.experience.auditing import steps_of
+    from etude.experience.traces import trace_path
     from etude.loop.locations import traces_folder
 
     rows = open_ledger(run).find_rows(rollouts)
@@ -114,9 +118,15 @@ def _print_uses(run: RunFolder, rollouts: Collection[str]) -> bool:
         print(f"  {run.path}: {row.rollout_id} ({row.state}) {batch}, {version}")
     told = {(row.rollout_id, row.step) for row in rows}
     wanted = set(rollouts)
-    traced = {(i, step) for step, ids in steps_of(traces_folder(run), sys.maxsize) for i in ids if i in wanted}
+    folder = traces_folder(run)
+    traced = {(i, step) for step, ids in steps_of(folder, sys.maxsize) for i in ids if i in wanted}
     for rollout_id, step in sorted(traced - told):
         print(f"  {run.path}: {rollout_id} is also in the trace of step {step}, which the ledger does not name")
+    for step in sorted({step for _, step in traced}):
+        print(f"  {run.path}: still readable in the trace of step {step}: {trace_path(folder, step)}")
+    for rollout_id in sorted({row.rollout_id for row in rows}):
+        for path in sorted((run / "rollouts").glob(f"{rollout_id}.*")):
+            print(f"  {run.path}: still readable in {path}")
     agree = traced <= told
     named = "names all" if agree else "lacks some"
     print(f"  {run.path}: its traces hold {len(traced)}; the ledger {named} of them")
@@ -124,20 +134,74 @@ def _print_uses(run: RunFolder, rollouts: Collection[str]) -> bool:
 
 
 def export(args: argparse.Namespace) -> int:
-    """Print the records of a subject as JSON lines. Records that cannot be read are listed at the end.
+    """Print what is kept of a subject as JSON lines: its records, its signals and its sessions. What cannot be read is
+    told on standard error. Warns if nothing was known of the subject.
 
-    Returns 0, or 1 when a record could not be read."""
-    unreadable = 0
+    Returns 0, or 1 when a record, a file or a session could not be read."""
+    subject, unreadable, num = Subject.parse(args.subject), 0, 0
     with _open(args.folder) as folder:
-        for captured in folder.records.of(folder.keys.names(Subject.parse(args.subject))):
+        names = folder.keys.names(subject)
+        for captured in folder.records.of(names):
             try:
                 content = folder.records.read(captured)
             except PrivacyError as error:
                 print(f"error: {error}", file=sys.stderr)
                 unreadable += 1
                 continue
+            num += 1
             print(json.dumps(_exported(captured, content, redacted=args.redacted), ensure_ascii=False))
+        attached, known = folder.records.attached(), folder.consent.has_levels(names)
+    for path, _ in attached:
+        try:
+            told = list(_kept_in(path, args.folder, names, redacted=args.redacted))
+        except PrivacyError as error:
+            print(f"error: {error}", file=sys.stderr)
+            unreadable += 1
+            continue
+        num += len(told)
+        for one in told:
+            print(json.dumps(one, ensure_ascii=False))
+    if not (num or unreadable or known):
+        _warn_of_unknown(subject)
     return 1 if unreadable else 0
+
+
+def _kept_in(path: Path, privacy: Path, names: SubjectDigests, *, redacted: bool) -> Iterator[dict[str, object]]:
+    """Yield what a file that belongs to a privacy folder has of a subject. Raises `PrivacyError`, also for a file that
+    does not exist."""
+    if not path.is_file():
+        hint = "put it back and export again; if it was deleted for good, it has nothing of the subject"
+        raise PrivacyError(f"{path} is missing: its {_of_file(path)} are not exported", hint=hint)
+    if path.name == SESSIONS:
+        from etude.tasks.sessions.store import SessionStore
+
+        with SessionStore(privacy) as store:
+            for record_id, session in store.sessions_of(names):
+                content = msgspec.to_builtins({"task": session.task, "answer": session.answer})
+                facts = {"session": session.name, "record": record_id, "reason": session.reason, **content}
+                yield redact_value(facts) if redacted else facts
+        return
+    from etude.signals.store import SignalStore
+
+    column = "organisation" if names.is_organisation else "subject"
+    with contextlib.closing(SignalStore(path)) as signals:
+        for one in signals.signals(f"s.{column} = ?", [names.subject]):
+            yield {
+                "signal": one.name,
+                "value": one.value,
+                "response": one.response_id,
+                "answer": one.answer,
+                "level": None if one.level is None else str(one.level),
+                "time": _time(one.at),
+                "received": _time(one.received),
+                "version": one.version,
+            }
+
+
+def _warn_of_unknown(subject: Subject) -> None:
+    what = f"nothing was found for {subject}: no level of its own, no key, no record and no signal"
+    hint = "check the name; etude privacy show lists the organisations"
+    print(f"warning: {what}\n  hint: {hint}", file=sys.stderr)
 
 
 def expire(args: argparse.Namespace) -> int:

@@ -29,7 +29,7 @@ from etude.weights.chain.history import head
 from etude.weights.chain.signing import Signer
 
 CHANNEL = "policy"
-POLL_S = 0.1  # between two looks at the branches of production and of rollouts
+IDLE_POLL_S = 0.1  # between two looks at the requests of an engine that is to end
 LOAD_S = 60.0  # longest wait for a version to be loaded
 IDLE_S = 10.0  # longest wait, at the end, for rollouts that could go on beside production
 
@@ -40,6 +40,8 @@ class Lender:
     - `run`: the folder of the run whose weights are served, and `store` these weights. Only one process lends engines
       of a run.
     - `branch`: the branch that production is served from; "": the newest version.
+    - `poll_s`: seconds between two looks at the versions of production and of rollouts, each of which is up to two
+      requests to the store.
     - `signer`: signs the pointers of the engines' branches, for a run that signs its weights.
     - `report`: called with a line for each change."""
 
@@ -52,10 +54,11 @@ class Lender:
         branch: str,
         signer: Signer | None,
         report: Callable[[str], None],
+        poll_s: float,
     ) -> None:
         self.names = [f"serve-{i}" for i in range(config.engines)]  # of the engines, and of their branches
         self._config, self._run, self._store, self._branch = config, run, store, branch
-        self._signer, self._print = signer, report
+        self._signer, self._print, self._poll_s = signer, report, poll_s
         self._at: dict[str, Version] = {}
         self._pointing = asyncio.Lock()
         self._leases: Leases | None = None
@@ -147,7 +150,7 @@ class Lender:
         """Keep the branches of engines at the versions that production and rollouts have now, until cancelled."""
         assert self._leases is not None
         while True:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(self._poll_s)
             try:
                 self._stable, self._newest = await asyncio.to_thread(self._read)
                 for name in self.names:
@@ -171,7 +174,8 @@ class Lender:
 
     def _read(self) -> tuple[Version, Version]:
         """Return the versions of production and of rollouts."""
-        stable, newest = head(self._store, CHANNEL, self._branch), head(self._store, CHANNEL)
+        newest = head(self._store, CHANNEL)
+        stable = head(self._store, CHANNEL, self._branch) if self._branch else newest
         if stable is None or newest is None:
             missing = f"its branch {self._branch!r}" if newest is not None else "a published version"
             raise InputError(f"{self._run} lacks {missing}", hint="see etude weights log")
@@ -195,4 +199,4 @@ async def _until_idle(engines: Iterable[HttpEngine]) -> None:
         async with asyncio.timeout(IDLE_S):
             for engine in list(engines):
                 while (await engine.info()).num_running:  # noqa: ASYNC110  the state is in another process
-                    await asyncio.sleep(POLL_S)
+                    await asyncio.sleep(IDLE_POLL_S)

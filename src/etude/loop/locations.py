@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from etude.experience.rollout_files import RolloutFiles
     from etude.experience.traces import TraceFolder
 
-BUCKET_POLL_S = 0.5
+FOLDER_POLL_S, BUCKET_POLL_S = 0.1, 0.5
 
 
 def ledger_location(run: RunFolder) -> Path | str:
@@ -52,6 +52,12 @@ def poll_arguments(place: Path | str) -> list[str]:
 
     A bucket is polled less often than a directory, since each request costs money."""
     return [] if isinstance(place, Path) else ["--poll-s", str(BUCKET_POLL_S)]
+
+
+def poll_s(place: Path | str) -> float:
+    """Return the seconds between two looks of a gateway at the versions in `place`. Each request to a bucket costs
+    money, so that it is asked less often."""
+    return FOLDER_POLL_S if isinstance(place, Path) else BUCKET_POLL_S
 
 
 def weights_store(run: RunFolder, *, readonly: bool = False) -> BlobStore:

@@ -9,6 +9,7 @@ between the two, the next window may use the episode, since no rollout in the le
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from etude.experience.transitions import State
 from etude.loop.config import RunConfig
 from etude.loop.locations import has_published, ledger_location, rollout_files
 from etude.loop.run_in_thread import SerialExecutor, run_in_thread
-from etude.privacy import PrivacyFolder
+from etude.privacy import PrivacyFolder, SubjectErased
 from etude.production import Episode, LearnSettings, OpenEpisodes, choose, graded_of, reward_of, rollout_of
 from etude.production.episodes import SOURCE
 from etude.production.outcomes import SignalSource, Values, values_together
@@ -171,8 +172,9 @@ class Windows:
             ready, rated, why = await self.storage(self._ready, time.time(), now_deployed)
             if not why:
                 traces = await self.storage(self._read, ready)
-                if len(traces) == len(ready):
-                    return await self._admit(ready, traces, rated, now_deployed)
+                with contextlib.suppress(SubjectErased):  # after it was read
+                    if len(traces) == len(ready):
+                        return await self._admit(ready, traces, rated, now_deployed)
                 why = "an answer was erased meanwhile; the window is formed again"
             if why != told:
                 told = why
@@ -185,9 +187,9 @@ class Windows:
         found = self._episodes.find(since=since, taken=self._taken)
         settled = [one for one in found if one.last_at <= now - settings.settle_s]
         valued = dict[tuple[str, ...], tuple[Values, float]]()
-        signals = self.signals.values_of([i for one in settled for i in one.response_ids])
+        signals = self.signals.values_of([answer for one in settled for answer in one.answers])
         for one in settled:
-            values = values_together(signals[i] for i in one.response_ids if i in signals)
+            values = values_together(signals[answer] for answer in one.answers if answer in signals)
             reward = reward_of(values, settings.outcomes)
             if reward is None:
                 reward = settings.silent

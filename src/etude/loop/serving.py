@@ -28,7 +28,7 @@ from etude.inference.registry_messages import NO_VERSION, environment_token
 from etude.loop.config import read_config
 from etude.loop.exported_settings import summaries_of_checkpoint, summaries_of_run
 from etude.loop.lending import Lender
-from etude.loop.locations import has_published, poll_arguments, weights_location
+from etude.loop.locations import has_published, poll_arguments, poll_s, weights_location
 from etude.loop.processes import Child, Role, Supervisor
 from etude.loop.run_processes import read_url, setting_arguments
 from etude.models.config import ModelConfig
@@ -190,7 +190,8 @@ def lender_of(source: ModelSource, config: LendConfig, report: Callable[[str], N
     config.make_policy(1)  # a plug-in that cannot be used is refused before engines start
     run, store = RunFolder.open(source.checkpoint.parents[1]), open_store(str(source.store))
     signer = read_signer(read_config(run).stores.signing_key)
-    return Lender(config, run.path, store, branch=source.branch, signer=signer, report=report)
+    poll = poll_s(source.store)
+    return Lender(config, run.path, store, branch=source.branch, poll_s=poll, signer=signer, report=report)
 
 
 def require_servable(source: ModelSource, *, captured: bool) -> None:

@@ -24,6 +24,8 @@ SOURCE = "production"
 """The name of the task source of production episodes, and of their origin in the metrics of steps."""
 SIMULATED = "simulated"
 """The origin of rollouts of tasks in production steps."""
+Answer: TypeAlias = tuple[str, int]
+"""An answer: the id of its response, and its number in it, from 0."""
 MAX_RECORDS = 65_536
 """The largest number of captured answers that are read at once."""
 
@@ -45,9 +47,9 @@ class Episode(NamedTuple):
         return tuple(one.record_id for one in self.records)
 
     @property
-    def response_ids(self) -> tuple[str, ...]:
-        """The ids of the responses that the answers are of, without repetition."""
-        return tuple(dict.fromkeys(one.response_id for one in self.records))
+    def answers(self) -> tuple[Answer, ...]:
+        """The answers that its turns are, without repetition."""
+        return tuple(dict.fromkeys((one.response_id, one.answer) for one in self.records))
 
     @property
     def subject(self) -> str:

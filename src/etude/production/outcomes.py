@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from etude.production.episodes import Episode
+from etude.production.episodes import Answer, Episode
 from etude.records.rollout import Graded
 from etude.records.task import Trust
 
@@ -18,15 +18,15 @@ Values = Mapping[str, Sequence[float]]
 class SignalSource(Protocol):
     """Where the signals about answers are kept."""
 
-    def values_of(self, response_ids: Sequence[str]) -> Mapping[str, Values]:
-        """Return the values of the signals about these responses, by response and name.
+    def values_of(self, answers: Sequence[Answer]) -> Mapping[Answer, Values]:
+        """Return the values of the signals about these answers that may be trained on, by answer and name.
 
-        Responses and names without a signal are left out."""
+        Answers and names without a signal are left out."""
         ...
 
 
 def values_together(each: Iterable[Values]) -> Values:
-    """Return the values of several responses together, by name.
+    """Return the values of several answers together, by name.
 
     >>> values_together([{"kept": [1.0]}, {"kept": [0.0], "rated": [0.5]}])
     {'kept': [1.0, 0.0], 'rated': [0.5]}

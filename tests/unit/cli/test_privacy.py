@@ -8,6 +8,7 @@ import pytest
 from tests.served_answers import served_answer
 
 from etude import cli
+from etude.cli.privacy import SESSIONS
 from etude.errors import Exit
 from etude.privacy import CaptureWriter, Level, PrivacyFolder, Subject
 
@@ -64,6 +65,53 @@ def test_an_export_has_everything_and_a_redacted_one_no_secret_and_no_token(priv
     assert redacted.keys() == whole.keys() - {"prompt_ids", "token_ids", "logprobs"}
     assert "bob" not in str(redacted)
     assert "horse" not in str(redacted)
+
+
+def test_an_export_has_the_signals_and_sessions_of_a_subject_and_of_no_other(privacy, capsys, tmp_path):
+    from tests.unit.signals.given import add, given
+
+    from etude.signals import FeedbackFile
+    from etude.tasks.sessions.store import FILE, SessionStore, StoredSession
+
+    assert FILE == SESSIONS
+    privacy("set", "acme", "train")
+    capture(served_answer("bob", said=SECRET), served_answer("eve"))
+    with PrivacyFolder(tmp_path / "privacy") as folder:
+        with FeedbackFile(tmp_path / "f.sqlite", privacy=folder, create=True) as file:
+            for user in ("bob", "eve"):
+                response = file.ids.new("acme", user, "m")
+                add(file, given(response, user, name="rated", value=0.25), user=user)
+        records = {user: folder.records.of(folder.keys.names(Subject.of("acme", user)))[0] for user in ("bob", "eve")}
+    with SessionStore(tmp_path / "privacy") as store:
+        for user, record in records.items():
+            assert store.add(record, StoredSession(name=f"of {user}", reason=f"mail {user}@example.org"), user)
+    privacy("set", "acme/bob", "metrics")  # what is kept is exported, whatever may be done with it now
+    capsys.readouterr()
+    assert privacy("export", "acme/bob") == 0
+    record, *others = map(json.loads, capsys.readouterr().out.splitlines())
+    assert record["reply"]["content"] == SECRET
+    told = {name: one for one in others for name in ("signal", "session") if name in one}
+    assert len(others) == 2
+    assert (told["signal"]["signal"], told["signal"]["value"], told["signal"]["level"]) == ("rated", 0.25, "train")
+    assert (told["session"]["session"], told["session"]["reason"]) == ("of bob", "mail bob@example.org")
+    assert privacy("export", "acme/bob", "--redacted") == 0
+    assert "mail <email>" in (out := capsys.readouterr().out)
+    assert "example.org" not in out
+    assert privacy("export", "acme") == 0
+    assert len(capsys.readouterr().out.splitlines()) == 6
+    (tmp_path / "f.sqlite").rename(tmp_path / "moved.sqlite")
+    assert privacy("export", "acme/bob") == Exit.FAILED
+    assert "f.sqlite is missing: its signals are not exported" in capsys.readouterr().err
+
+
+def test_an_export_of_an_unknown_name_warns(privacy, capsys):
+    privacy("set", "acme", "train")
+    capture(served_answer("bob"))
+    capsys.readouterr()
+    assert privacy("export", "acme/bbo") == 0
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "warning: nothing was found for acme/bbo" in told.err
 
 
 def test_a_redacted_prompt_of_token_ids_is_left_out(privacy, capsys):

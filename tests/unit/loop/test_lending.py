@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from etude.inference.registry_client import FleetUpdater
 from etude.inference.registry_messages import EngineRequirements, Roster
 from etude.inference.registry_server import RegistryServer
 from etude.loop.lending import Lender
+from etude.loop.locations import poll_s
 from etude.records.completion import Completion, CompletionRequest, Version
 from etude.seams import BlobStore, EngineInfo
 from etude.stores import open_store
@@ -100,7 +102,8 @@ def place(tmp_path: Path) -> Path:
 
 def lender_of(place: Path, url: str, said: list[str]) -> Lender:
     config = LendConfig(registry=url, policy=PolicyKind.REACTIVE, target=0.25, lease_s=0.0, tick_s=0.2, silence_s=20.0)
-    return Lender(config, place, open_store(place / "weights"), branch="stable", signer=None, report=said.append)
+    store = open_store(place / "weights")
+    return Lender(config, place, store, branch="stable", poll_s=0.1, signer=None, report=said.append)
 
 
 @contextlib.asynccontextmanager
@@ -175,3 +178,26 @@ def test_two_gateways_do_not_lend_engines_of_one_run(place: Path) -> None:
         pass
     with second.prepared():
         pass
+
+
+def test_a_look_at_the_newest_version_is_one_request_and_a_bucket_is_asked_less_often(place: Path) -> None:
+    class Counting:
+        """A store that counts what is read."""
+
+        def __init__(self) -> None:
+            self.store, self.asked = open_store(place / "weights"), list[str]()
+
+        def get(self, key: str, *part: int) -> bytes:
+            self.asked.append(key)
+            return self.store.get(key, *part)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.store, name)
+
+    newest = at(open_store(place / "weights"), "")
+    for branch, number in (("", 1), ("stable", 2)):
+        counting, one = Counting(), lender_of(place, "http://127.0.0.1:1", [])
+        one._store, one._branch = counting, branch  # type: ignore[assignment]
+        assert one._read()[1] == newest
+        assert len(counting.asked) == number, counting.asked
+    assert poll_s("s3://bucket/prefix/weights") > poll_s(place)

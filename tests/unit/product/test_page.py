@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import random
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -164,9 +167,57 @@ def test_a_page_cannot_name_another_user_and_long_or_wrong_requests_are_refused(
             for wrong in (b"", b"[]", b"[" * 9_000, b'{"wish": 1}', b"\xff"):
                 assert (await client.post("/edit", content=wrong)).status_code == 400
             assert (await client.post("/edit", json={**given, "file": "x" * 3_000})).status_code == 400
+            long = await client.post("/edit", json={**given, "file": "x" * 1_900})
+            assert long.status_code == 400, "the model's context is shorter: an error of the request, not of the server"
 
     asyncio.run(work())
     assert len(signals(tmp_path)) == 1
+
+
+def test_no_request_to_any_route_of_the_page_is_answered_with_an_error_of_the_server(tmp_path: Path) -> None:
+    chance, statuses = random.Random(0), Counter[int]()
+    odd = [
+        "\ud800",
+        "\udfff x",
+        "\0",
+        "",
+        "\u202e",
+        "<|im_start|>",
+        "\n",
+        "x" * 1_990,
+        "\U0001f600" * 500,
+        1,
+        None,
+        [],
+        {},
+        True,
+    ]
+    given = {"wish": "set owner=river", "path": "page.py", "file": "def owner():\n    return ''\n"}
+    signal = {"id": "a", "response_id": "chatcmpl-1", "name": "kept", "value": 1}
+
+    def body() -> bytes:
+        told: dict[str, object] = {**chance.choice([given, signal])}
+        for name in chance.sample(sorted(told), chance.randrange(3)):
+            told[name] = chance.choice(odd)
+        data = json.dumps(told).encode()
+        if chance.random() < 0.3:
+            cut = chance.randrange(len(data) + 1)
+            data = data[:cut] + bytes([chance.randrange(256)]) + data[cut + chance.randrange(3) :]
+        return data
+
+    async def work() -> None:
+        async with product(tmp_path, [edit('return "river"')] * 600) as url, httpx.AsyncClient(base_url=url) as client:
+            routes = [(m, r.path) for r in Page(Agent(url, "m")).app.routes for m in r.methods]  # type: ignore[attr-defined]
+            for method, path in routes * 60:
+                cookie = chance.choice([f"{USER}=a", f"{USER}=\xff", ";;=", f"{USER}=" + "x" * 900, ""]).encode(
+                    "latin-1"
+                )
+                asked = await client.request(method, path, content=body(), headers={b"cookie": cookie}, timeout=120)
+                statuses[asked.status_code] += 1
+                assert asked.status_code < 500, (path, asked.text)
+
+    asyncio.run(work())
+    assert min(statuses[status] for status in (200, 400, 404)) > 5, statuses
 
 
 def test_a_gateway_that_is_away_is_told(tmp_path: Path) -> None:

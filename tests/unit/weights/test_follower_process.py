@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import random
@@ -25,7 +26,9 @@ from etude.weights import Channel, FollowerProcess, Tensor, chain
 from etude.weights.chain.branches import point
 from etude.weights.chain.signing import Signer
 from etude.weights.delta import native
-from etude.weights.follow.follower_process import FollowerArgs
+from etude.weights.follow import follower_child
+from etude.weights.follow.follower import Follower
+from etude.weights.follow.follower_process import FollowerArgs, Request
 from etude.weights.tensors import same_bits
 
 SIZE = 4000
@@ -312,3 +315,27 @@ def test_a_branch_is_followed_where_it_is_moved(world: World) -> None:
         point(world.store, "policy", versions[0], branch="canary")  # a rollback
         assert follower.advance() is not None
         assert follower.version == versions[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (MemoryError(), "not enough memory for new weights"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "not enough memory for new weights"),
+        (OSError(errno.ENOSPC, "No space left on device"), "not enough memory for new weights"),
+        (OSError(errno.EMFILE, "Too many open files"), "new weights cannot be fetched or handed to the engine"),
+    ],
+)
+def test_an_error_of_the_system_is_told_as_what_it_is(
+    world: World, monkeypatch: pytest.MonkeyPatch, error: OSError | MemoryError, what: str
+) -> None:
+    def failing(*_: object) -> tuple[int, int]:
+        raise error
+
+    world.publish(0)
+    monkeypatch.setattr(follower_child, "write_image", failing)
+    response, fds = follower_child.reply(Follower(world.store), Request(held=None, wait_s=0.0), 0.01)
+    assert fds == []
+    assert response.error is not None
+    assert response.error[0] == what
+    assert str(error) in response.error[1]

@@ -6,7 +6,7 @@ kept after that, without any content, to find the rollouts that were made from t
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -120,8 +120,25 @@ class SessionStore:
             sql = f"SELECT record_id, organisation, subject, data FROM sessions WHERE {where} AND expires > ?"
             rows = self._db.execute(sql, (value, time.time())).fetchall()
         usable = self.privacy.usable([row[0] for row in rows], Level.TRAIN)
-        record_id, *names, data = next((row for row in rows if row[0] in usable), ("", "", "", b""))
-        key = self.privacy.keys.find(SubjectDigests(*names)) if record_id else None
+        row = next((row for row in rows if row[0] in usable), None)
+        return None if row is None else self._decrypted(*row)
+
+    def sessions_of(self, names: SubjectDigests) -> Iterator[tuple[str, StoredSession]]:
+        """Yield the id of the record and the session of each session of a subject, whatever it allows; for an
+        organisation those of all its users too.
+
+        Raises `PrivacyError` if its bytes were changed."""
+        column = "organisation" if names.is_organisation else "subject"
+        with reported(self._path):
+            sql = f"SELECT record_id, organisation, subject, data FROM sessions WHERE {column} = ? AND expires > ?"
+            rows = self._db.execute(f"{sql} ORDER BY number", (names.subject, time.time())).fetchall()
+        for row in rows:
+            if (found := self._decrypted(*row)) is not None:
+                yield row[0], found
+
+    def _decrypted(self, record_id: str, organisation: str, subject: str, data: bytes) -> StoredSession | None:
+        """Return a session; None if the key of its subject was destroyed."""
+        key = self.privacy.keys.find(SubjectDigests(organisation, subject))
         if key is None:
             return None
         try:

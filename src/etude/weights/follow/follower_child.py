@@ -8,6 +8,7 @@ Imports what the store needs, and no torch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import select
@@ -28,6 +29,7 @@ from etude.weights.follow.follower_process import MAX_MESSAGE_BYTES, FollowerArg
 from etude.weights.follow.image import read_image, write_image
 
 _MAX_FACTS = 8192
+_NO_MEMORY = (errno.ENOMEM, errno.ENOSPC)  # of memory; what a memfd is refused beyond the limit of its machine
 
 
 def main(argv: Sequence[str]) -> None:
@@ -73,8 +75,17 @@ def reply(follower: Follower, request: Request, poll_s: float) -> tuple[Response
     except EtudeError as error:
         return Response(error=(error.what, error.facts[:_MAX_FACTS], error.hint)), []
     except (OSError, MemoryError) as error:
+        return Response(error=_told(error)), []
+
+
+def _told(error: OSError | MemoryError) -> tuple[str, str, str]:
+    """Return what, facts and hint of an error of the operating system. Only some of them are a lack of memory."""
+    if isinstance(error, MemoryError) or error.errno in _NO_MEMORY:
         hint = "free memory on the engine's machine; it will be retried"
-        return Response(error=("not enough memory for new weights", str(error), hint)), []
+        return "not enough memory for new weights", str(error)[:_MAX_FACTS], hint
+    hint = "see the cause on the engine's machine, such as its limit of open files; it will be retried"
+    facts = f"{type(error).__name__}: {error}"
+    return "new weights cannot be fetched or handed to the engine", facts[:_MAX_FACTS], hint
 
 
 def _news(follower: Follower, held: Version | None) -> Update:
