@@ -131,15 +131,17 @@ def embedded(text: str) -> str:
         marked.clear()
         quoted.clear()
 
+    is_escaped = "\\n" in text
     for line in text.split("\n"):
         bare = line.lstrip()
         if bare.startswith(_MARKS):
             marked.append(line)
-        elif bare[:1] in ("'", '"') and (quoted or "\\n" in bare):  # the last one may have no line break
+        elif is_escaped and bare[:1] in ("'", '"') and (quoted or "\\n" in bare):  # the last one may have no line break
             quoted.append(line)
         else:
-            take()
-            if "\\n" in line and line.count("\\n") >= _MIN_LINES:
+            if marked or quoted:
+                take()
+            if is_escaped and line.count("\\n") >= _MIN_LINES:
                 found.append(_unescaped(line))
     take()
     return "\n".join(found).replace('"""', " ").replace("'''", " ")
@@ -315,8 +317,10 @@ class HeldOutIndex:
 
     def _hit(self, grams_D: U64) -> str | None:
         maybe = self._grams.maybe(grams_D)
-        alone = np.lib.stride_tricks.sliding_window_view(np.r_[maybe, np.zeros(MIN_RUN, np.bool_)], MIN_RUN).all(axis=1)
-        if not alone.any():  # a run of hits begins nowhere
+        begins = maybe
+        for _ in range(MIN_RUN - 1):
+            begins = begins[:-1] & maybe[len(maybe) - len(begins) + 1 :]
+        if not begins.any():  # no run of hits begins anywhere
             return None
         places_H = np.flatnonzero(maybe)
         grams_H = grams_D[places_H]

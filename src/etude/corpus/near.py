@@ -36,11 +36,17 @@ def shingles(text: str) -> U64:
 
 def shingles_of(tokens: Tokens) -> U64:
     """Return the hashes of the distinct 5-grams of tokens, sorted: [S]."""
-    return np.unique(rolling(tokens.hashes_T, SHINGLE))
+    hashes = np.sort(rolling(tokens.hashes_T, SHINGLE))
+    return hashes[np.diff(hashes, prepend=~hashes[:1]) != 0]
+
+
+def signature_of(tokens: Tokens) -> Signatures:
+    """Return the MinHash signature of the 5-grams of tokens: [128] uint32."""
+    return signature(rolling(tokens.hashes_T, SHINGLE))
 
 
 def signature(shingle_hashes: U64) -> Signatures:
-    """Return the MinHash signature of a set of shingles: [128] uint32."""
+    """Return the MinHash signature of a set of shingles, which may be given more than once each: [128] uint32."""
     smallest = np.full(NUM_HASHES, np.iinfo(np.uint32).max, np.uint32)
     high = (shingle_hashes >> np.uint64(32)).astype(np.uint32)
     hashed = np.empty((NUM_HASHES, min(_AT_ONCE, len(high))), np.uint32)
@@ -59,7 +65,8 @@ def jaccard(one: U64, other: U64) -> float:
     >>> jaccard(shingles("a b c d e f"), shingles("a b  c d e f")), jaccard(shingles("a b"), shingles("c d"))
     (1.0, 0.0)
     """
-    common = len(np.intersect1d(one, other, assume_unique=True))
+    both = np.sort(np.concatenate([one, other]))
+    common = int(np.count_nonzero(both[1:] == both[:-1]))
     total = len(one) + len(other) - common
     return common / total if total else 1.0
 
