@@ -50,6 +50,7 @@ _MIN_BODY = 80
 """Characters of the shortest docstring in which code is searched for."""
 _MARK = re.compile(r"^[ \t]*(?:(?:>>>|\.\.\.|[+>|*]|#+|//+)[ \t]?)*", re.MULTILINE)  # of a comment, diff or prompt
 _MARKS = ("#", "+", ">", "...", "//", "|", "*")
+_MAY_MARK = np.isin(np.arange(128), [ord(mark[0]) for mark in (*_MARKS, "'", '"')])
 _QUOTES = re.compile(r"^[ \t]*[\"']|[\"'],?[ \t]*$", re.MULTILINE)  # around an escaped line
 _ESCAPED = re.compile(r"\\(?:n(?:[\"'],?\s*[\"'])?|(.))")
 _MIN_LINES = 3
@@ -111,13 +112,15 @@ def code_of(text: str, tokens: Tokens) -> list[Code]:
     return views
 
 
-def embedded(text: str) -> str:
+def embedded(text: str, tokens: Tokens) -> str:
     """Return the code that may stand in docstrings, comments, diffs, prompts and escaped strings, without what marks it
     there. It can be searched with `code_of`: it has no triple quotes, which would hide a part.
 
-    >>> embedded("x = 1\\n# def f():\\n#     y = 2\\n#     return y\\n")
+    >>> text = "x = 1\\n# def f():\\n#     y = 2\\n#     return y\\n"
+    >>> embedded(text, Tokens.of(text))
     'def f():\\n    y = 2\\n    return y'
-    >>> embedded(r'{"text": "def f():\\n    y = 2\\n    return y\\n"}')
+    >>> text = r'{"text": "def f():\\n    y = 2\\n    return y\\n"}'
+    >>> embedded(text, Tokens.of(text))
     '{"text": "def f():\\n    y = 2\\n    return y\\n"}'
     """
     found = [body for body in _BODY.findall(text) if len(body) >= _MIN_BODY]
@@ -131,20 +134,41 @@ def embedded(text: str) -> str:
         marked.clear()
         quoted.clear()
 
-    is_escaped = "\\n" in text
-    for line in text.split("\n"):
+    last = -1
+    for number, line, escapes in _candidates(text, tokens):
+        if number != last + 1:
+            take()
+        last = number
         bare = line.lstrip()
         if bare.startswith(_MARKS):
             marked.append(line)
-        elif is_escaped and bare[:1] in ("'", '"') and (quoted or "\\n" in bare):  # the last one may have no line break
+        elif bare[:1] in ("'", '"') and (quoted or "\\n" in bare):  # the last one may have no line break
             quoted.append(line)
         else:
-            if marked or quoted:
-                take()
-            if is_escaped and line.count("\\n") >= _MIN_LINES:
+            take()
+            if escapes >= _MIN_LINES:
                 found.append(_unescaped(line))
     take()
     return "\n".join(found).replace('"""', " ").replace("'''", " ")
+
+
+def _candidates(text: str, tokens: Tokens) -> Iterator[tuple[int, str, int]]:
+    """Yield (number, line, escaped line breaks in it) of each line that begins with a mark or a quote, or has enough
+    escaped line breaks."""
+    breaks = np.flatnonzero(tokens.chars == ord("\n"))
+    firsts, ends = np.concatenate([[0], breaks + 1]), np.append(breaks, len(tokens.chars))
+    escapes = np.zeros(len(firsts), np.int64)
+    if "\\n" in text:
+        chars = tokens.chars
+        places = np.flatnonzero((chars[:-1] == ord("\\")) & (chars[1:] == ord("n")))
+        escapes = np.bincount(np.searchsorted(ends, places), minlength=len(firsts))
+    wanted = escapes >= _MIN_LINES
+    if len(tokens):
+        token = np.minimum(np.searchsorted(tokens.starts_T, firsts), len(tokens) - 1)
+        starts = tokens.starts_T[token]
+        wanted |= (starts < ends) & (starts >= firsts) & _MAY_MARK[np.minimum(tokens.chars[starts], 127)]
+    for number in np.flatnonzero(wanted).tolist():
+        yield number, text[firsts[number] : ends[number]], int(escapes[number])
 
 
 def _unescaped(lines: str) -> str:
@@ -308,7 +332,7 @@ class HeldOutIndex:
         ordered = joined(text)
         if self.has_code:
             known = Tokens.of(ordered) if tokens is None or ordered != text else tokens
-            inside = embedded(ordered)
+            inside = embedded(ordered, known)
             added = [code_grams(code) for code in code_of(inside, Tokens.of(inside))] if inside else []
             for code in code_of(ordered, known):
                 if (name := self._hit(_separate([code_grams(code), *added]))) is not None:

@@ -20,7 +20,7 @@ SHINGLE = 5
 _RECALL = 0.99  # of a pair at the threshold to be a candidate
 _SLACK = 0.12  # of a signature's estimate: more than 3 standard deviations at any similarity
 _LAGS = 4  # a document is compared with so many before it in a band's group, and with the group's first
-_AT_ONCE = 512  # shingles: with 128 hashes they fit in a cache
+_AT_ONCE = 1_024  # shingles: with 128 hashes they fit in a cache
 _CHUNK = 4_096
 _FACTORS, _ADDENDS = ((numbers(NUM_HASHES, i) >> np.uint64(32)).astype(np.uint32) for i in (1, 2))
 _FACTORS |= np.uint32(1)  # an odd factor permutes the 32-bit numbers
@@ -40,13 +40,8 @@ def shingles_of(tokens: Tokens) -> U64:
     return hashes[np.diff(hashes, prepend=~hashes[:1]) != 0]
 
 
-def signature_of(tokens: Tokens) -> Signatures:
-    """Return the MinHash signature of the 5-grams of tokens: [128] uint32."""
-    return signature(rolling(tokens.hashes_T, SHINGLE))
-
-
 def signature(shingle_hashes: U64) -> Signatures:
-    """Return the MinHash signature of a set of shingles, which may be given more than once each: [128] uint32."""
+    """Return the MinHash signature of a set of shingles: [128] uint32."""
     smallest = np.full(NUM_HASHES, np.iinfo(np.uint32).max, np.uint32)
     high = (shingle_hashes >> np.uint64(32)).astype(np.uint32)
     hashed = np.empty((NUM_HASHES, min(_AT_ONCE, len(high))), np.uint32)

@@ -34,7 +34,7 @@ from etude.corpus.contamination import HeldOutIndex
 from etude.corpus.documents import MAX_BYTES, DividedSource, Document, DocumentSource, Dropped, OfTokenizer
 from etude.corpus.encoding import Encoder, read_tokenizer
 from etude.corpus.filters import filtered
-from etude.corpus.near import NUM_HASHES, signature_of
+from etude.corpus.near import NUM_HASHES, shingles_of, signature
 from etude.corpus.tokens import Tokens
 from etude.plugins import Kind, bounded, called, make, unusable
 
@@ -143,7 +143,7 @@ def read_piece(config: CorpusConfig, job: Job, folder: Path, heldout: HeldOutInd
                 recorded = np.array(document.token_ids, "<u4").tobytes()
                 ends += [len(data), len(meta), len(document.said), len(document.token_ids)]
                 exact = hashlib.sha256(normalised(document.text).encode()).digest()[:16]
-                signed = signature_of(tokens).astype("<u4").tobytes()
+                signed = signature(shingles_of(tokens)).astype("<u4").tobytes()
                 parts = (data, meta, said, recorded, ends.tobytes(), exact, signed)
                 for file, part in zip(files, parts, strict=True):
                     file.write(part)

@@ -75,22 +75,28 @@ _PATTERNS = (  # (kind, texts of which one is in every match, pattern; its group
     ),
     (
         "netrc-password",
-        ("machine ", "machine\t", "machine\n"),
+        ("machine",),
         r"machine(?<=\bmachine)\s{1,8}\S{1,200}\s{1,8}login\s{1,8}\S{1,200}\s{1,8}password\s{1,8}(?P<value>[^\s{}<>$]{5,200})",
     ),
 )
 _ALWAYS = {"private-key", "password-in-url"}
-_VALUE = re.compile(r"[:=>]\s{0,4}[\"'](?P<value>[^\s\"'<>{}$%()]{12,256})[\"']")
 _NAMES = r"(?:passw(?:or)?d|passphrase|secret|token|api_?key|access_?key|auth_?key|private_?key|credential)s?"
-_ASSIGNED = re.compile(rf"(?i){_NAMES}[\w.-]{{0,40}}[\"']?\]?\s{{0,4}}(?::=|=>|[:=])\Z")
-_BARE_VALUE = re.compile(
-    r"[:=][ \t]{0,4}(?P<value>(?=[^\s0-9]{0,255}[0-9])"
+_NAME_PARTS = (
+    "passw", "passphrase", "secret", "token", "apikey", "api_key", "accesskey", "access_key", "authkey", "auth_key",
+    "privatekey", "private_key", "credential", "pwd", "accountkey", "account_key",
+)  # fmt: skip
+"""In lower case: how the names of secrets begin. `re` searches for values only behind these."""
+_QUOTED = re.compile(
+    rf"(?i:{_NAMES})[\w.-]{{0,40}}[\"']?\]?\s{{0,4}}(?::=|=>|[:=])\s{{0,4}}[\"'](?P<value>[^\s\"'<>{{}}$%()]{{12,256}})[\"']"
+)
+_BARE = re.compile(
+    rf"(?i:{_NAMES}|pwd|secret_?key|account_?key)[ \t]{{0,4}}[:=][ \t]{{0,4}}(?P<value>(?=[^\s0-9]{{0,255}}[0-9])"
     r"[^\s\"'`<>{}()\[\],;$=][^\s\"'`<>{}()\[\],;]{7,255})(?!\S)"
 )
-_BARE_ASSIGNED = re.compile(rf"(?i)(?:^|\s)[\w.-]{{0,60}}(?:{_NAMES}|pwd|secret_?key|account_?key)[ \t]{{0,4}}\Z")
+_BEFORE_BARE = re.compile(r"(?:^|\s)[\w.-]{0,60}\Z")
 _NAME = re.compile(r"(?:[A-Za-z]*\d{0,3}|v?\d+|0x[0-9a-fA-F]+)(?:[-_.:/@](?:[A-Za-z]*\d{0,3}|v?\d+))*")
 """A value that is a name, a version, a path or a number: its digits are at the ends of its words."""
-_BEFORE_CHARS = 80  # that `_ASSIGNED` may match before a value
+_BEFORE_CHARS = 62  # that `_BEFORE_BARE` may match, and one more
 _COMPILED = tuple((kind, anchors, re.compile(pattern)) for kind, anchors, pattern in _PATTERNS)
 _PLACEHOLDER = re.compile(
     r"(?i)example|placeholder|changeme|dummy|redacted|your[_-]|xxxx|\*\*\*|\.\.\.|0123456789|1234567890|^(?:password|passwd|"
@@ -112,16 +118,35 @@ def find_secrets(text: str) -> Iterator[tuple[str, int, int]]:
             for match in pattern.finditer(text):
                 if _is_secret(kind, match[group]):
                     yield kind, *match.span(group)
-    for match in _VALUE.finditer(text):
-        value, start = match["value"], match.start()
-        if not _ASSIGNED.search(text[max(0, start - _BEFORE_CHARS) : start + 1]):
-            continue
-        if _is_mixed(value) and _bits(value) >= _MIN_BITS and not _PLACEHOLDER.search(value):
-            yield "assigned-secret", *match.span("value")
-    for match in _BARE_VALUE.finditer(text):
-        start = match.start()
-        if _BARE_ASSIGNED.search(text[max(0, start - _BEFORE_CHARS) : start]) and _is_bare_secret(match["value"]):
-            yield "assigned-secret", *match.span("value")
+    yield from _assigned(text)
+
+
+def _assigned(text: str) -> Iterator[tuple[str, int, int]]:
+    """Yield the values that are assigned to names of secrets, with quotes or without, in order."""
+    found = set[tuple[int, int]]()
+    for at in _names(text):
+        quoted, bare = _QUOTED.match(text, at), _BARE.match(text, at)
+        if quoted is not None and _is_random(quoted["value"]):
+            found.add(quoted.span("value"))
+        if bare is not None and _is_bare_secret(bare["value"]):
+            first = max(0, at - _BEFORE_CHARS)
+            before = _BEFORE_BARE.search(text[first:at])
+            if before is not None and (before.start() or not first):
+                found.add(bare.span("value"))
+    for start, stop in sorted(found):
+        yield "assigned-secret", start, stop
+
+
+def _names(text: str) -> Iterator[int]:
+    """Yield where names of secrets may begin."""
+    lower = text.lower()
+    if len(lower) != len(text):  # "İ" has two characters in lower case
+        lower = "".join(char if len(char.lower()) > 1 else char.lower() for char in text)
+    for part in _NAME_PARTS:
+        at = lower.find(part)
+        while at >= 0:
+            yield at
+            at = lower.find(part, at + 1)
 
 
 def _is_secret(kind: str, value: str) -> bool:
@@ -137,6 +162,11 @@ def _is_secret(kind: str, value: str) -> bool:
     if kind in ("authorization", "netrc-password"):
         return not _NAME.fullmatch(value)
     return kind in _ALWAYS or _bits(value) > 2.5
+
+
+def _is_random(value: str) -> bool:
+    """Return whether a value in quotes is a secret."""
+    return _is_mixed(value) and _bits(value) >= _MIN_BITS and not _PLACEHOLDER.search(value)
 
 
 def _is_bare_secret(value: str) -> bool:
