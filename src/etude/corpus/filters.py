@@ -49,7 +49,7 @@ def filtered(document: Document, config: CorpusConfig) -> Filtered:
     if reason and not document.token_ids:
         return Filtered(None, reason)
     licence = header_licence(document.text) or document.licence or UNKNOWN
-    if config.licences and not is_allowed(licence, config.licences):
+    if config.licences is not None and not is_allowed(licence, config.licences):
         return Filtered(None, "licence")
     found = list(find_secrets(document.text))
     if found and (config.secrets is Secrets.DROP or document.said):  # in a chat, the answers would move

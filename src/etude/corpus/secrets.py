@@ -57,6 +57,12 @@ _PATTERNS = (  # (kind, texts of which one is in every match, pattern; its group
     ("npm-token", ("npm_",), r"\bnpm_[A-Za-z0-9]{36}\b"),
     ("pypi-token", ("pypi-AgEI",), r"\bpypi-AgEI[A-Za-z0-9_-]{50,500}"),
     ("sendgrid-key", ("SG.",), r"\bSG\.[A-Za-z0-9_-]{20,24}\.[A-Za-z0-9_-]{39,50}"),
+    (
+        "secret-key",  # of Django and Flask: it may have any symbols, so it is not found as an assigned secret
+        ("SECRET_KEY", "secret_key"),
+        r"(?:SECRET_KEY|secret_key)[\"']?(?:\]?\s{0,4}[:=]|,\s{0,4}(?:default\s?=)?)\s{0,4}[rb]?"
+        r"(?P<quote>[\"'])(?P<value>[^\s\"'\\]{32,128})(?P=quote)",
+    ),
     ("jwt", ("eyJ",), r"\beyJ[A-Za-z0-9_-]{10,2000}\.eyJ[A-Za-z0-9_-]{10,4000}\.[A-Za-z0-9_-]{20,1000}"),
     (
         "password-in-url",
@@ -79,6 +85,7 @@ _PATTERNS = (  # (kind, texts of which one is in every match, pattern; its group
         r"machine(?<=\bmachine)\s{1,8}\S{1,200}\s{1,8}login\s{1,8}\S{1,200}\s{1,8}password\s{1,8}(?P<value>[^\s{}<>$]{5,200})",
     ),
 )
+_TEMPLATE = re.compile(r"\$\{|\{\{|\{%|%\(|\$\(|^[<{\[].*[>}\]]\Z")
 _ALWAYS = {"private-key", "password-in-url"}
 _NAMES = r"(?:passw(?:or)?d|passphrase|secret|token|api_?key|access_?key|auth_?key|private_?key|credential)s?"
 _NAME_PARTS = (
@@ -93,6 +100,8 @@ _BARE = re.compile(
     rf"(?i:{_NAMES}|pwd|secret_?key|account_?key)[ \t]{{0,4}}[:=][ \t]{{0,4}}(?P<value>(?=[^\s0-9]{{0,255}}[0-9])"
     r"[^\s\"'`<>{}()\[\],;$=][^\s\"'`<>{}()\[\],;]{7,255})(?!\S)"
 )
+_QUERY = re.compile(rf"(?i:{_NAMES})=(?P<value>[A-Za-z0-9_.~%+/-]{{16,256}})(?![\w${{<(\[])")
+_BEFORE_QUERY = re.compile(r"[?&][\w-]{0,40}\Z")
 _BEFORE_BARE = re.compile(r"(?:^|\s)[\w.-]{0,60}\Z")
 _NAME = re.compile(r"(?:[A-Za-z]*\d{0,3}|v?\d+|0x[0-9a-fA-F]+)(?:[-_.:/@](?:[A-Za-z]*\d{0,3}|v?\d+))*")
 """A value that is a name, a version, a path or a number: its digits are at the ends of its words."""
@@ -122,8 +131,8 @@ def find_secrets(text: str) -> Iterator[tuple[str, int, int]]:
 
 
 def _assigned(text: str) -> Iterator[tuple[str, int, int]]:
-    """Yield the values that are assigned to names of secrets, with quotes or without, in order."""
-    found = set[tuple[int, int]]()
+    """Yield the values that are assigned to names of secrets, with quotes, without, or in the query of a URL."""
+    found, in_urls = set[tuple[int, int]](), set[tuple[int, int]]()
     for at in _names(text):
         quoted, bare = _QUOTED.match(text, at), _BARE.match(text, at)
         if quoted is not None and _is_random(quoted["value"]):
@@ -133,8 +142,13 @@ def _assigned(text: str) -> Iterator[tuple[str, int, int]]:
             before = _BEFORE_BARE.search(text[first:at])
             if before is not None and (before.start() or not first):
                 found.add(bare.span("value"))
-    for start, stop in sorted(found):
-        yield "assigned-secret", start, stop
+        query = _QUERY.match(text, at)
+        if query is not None and _BEFORE_QUERY.search(text[max(0, at - 41) : at]) and _is_random(query["value"]):
+            if not _NAME.fullmatch(query["value"]):
+                in_urls.add(query.span("value"))
+    for kind, spans in (("assigned-secret", found), ("secret-in-url", in_urls - found)):
+        for start, stop in sorted(spans):
+            yield kind, start, stop
 
 
 def _names(text: str) -> Iterator[int]:
@@ -161,6 +175,8 @@ def _is_secret(kind: str, value: str) -> bool:
         return bool(password) and not _PLACEHOLDER.search(password)
     if kind in ("authorization", "netrc-password"):
         return not _NAME.fullmatch(value)
+    if kind == "secret-key":
+        return _is_mixed(value) and _bits(value) >= _MIN_BITS and not _TEMPLATE.search(value)
     return kind in _ALWAYS or _bits(value) > 2.5
 
 
