@@ -143,9 +143,9 @@ def _assigned(text: str) -> Iterator[tuple[str, int, int]]:
             if before is not None and (before.start() or not first):
                 found.add(bare.span("value"))
         query = _QUERY.match(text, at)
-        if query is not None and _BEFORE_QUERY.search(text[max(0, at - 41) : at]) and _is_random(query["value"]):
-            if not _NAME.fullmatch(query["value"]):
-                in_urls.add(query.span("value"))
+        in_query = query is not None and _BEFORE_QUERY.search(text[max(0, at - _BEFORE_CHARS) : at])
+        if query is not None and in_query and _is_random(query["value"]) and not _NAME.fullmatch(query["value"]):
+            in_urls.add(query.span("value"))
     for kind, spans in (("assigned-secret", found), ("secret-in-url", in_urls - found)):
         for start, stop in sorted(spans):
             yield kind, start, stop

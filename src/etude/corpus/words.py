@@ -151,8 +151,10 @@ def _pattern(tokenizer: SafeTokenizer) -> str | None:
     if not is_plain or normalizers != "NFC" or plain["truncation"] or plain["padding"] or not steps:
         return None
     *splits, last = steps
-    if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or any(
-        step.get("type") != "Split" or step["behavior"] != "Isolated" or step["invert"] for step in splits
+    if (
+        last.get("type") != "ByteLevel"
+        or last.get("add_prefix_space")
+        or any(step.get("type") != "Split" or step["behavior"] != "Isolated" or step["invert"] for step in splits)
     ):
         return None
     patterns = tuple(step["pattern"].get("Regex") for step in splits)
@@ -164,5 +166,17 @@ def _pattern(tokenizer: SafeTokenizer) -> str | None:
 def _trial() -> str:
     """Return a text with ASCII characters of all kinds beside each other."""
     rng = random.Random(0)
-    kinds = ["aB", "Zz", "  ", "\n\r", "\t ", "01", "'", "'sreVEll", "_-./", "\"#$%(){}[]<>=", "".join(map(chr, range(128)))]
+    kinds = [
+        "aB",
+        "Zz",
+        "  ",
+        "\n\r",
+        "\t ",
+        "01",
+        "'",
+        "'sreVEll",
+        "_-./",
+        '"#$%(){}[]<>=',
+        "".join(map(chr, range(128))),
+    ]
     return "".join(rng.choice(rng.choice(kinds)) * rng.choice((1, 1, 1, 2, 4)) for _ in range(_TRIALS))

@@ -18,6 +18,7 @@ from tests.tiers import first_few
 from etude.corpus import HeldOutIndex, HeldOutText
 from etude.corpus.contamination import embedded
 from etude.corpus.fim import SENTINELS
+from etude.corpus.tokens import Tokens
 
 ANSWER = '''
 def merge_intervals(intervals, gap=0):
