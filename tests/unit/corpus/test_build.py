@@ -16,6 +16,7 @@ from tests.unit.corpus import make
 
 from etude import cli
 from etude.corpus import Corpus, CorpusConfig, build, build_corpus, check_corpus, sources
+from etude.corpus.heldout import heldout_texts
 from etude.errors import ConfigError, CorpusError, Exit, InputError, NoSource, PluginError
 from etude.records.task import Split
 from etude.tasks.repair.source import RepairSource
@@ -219,13 +220,14 @@ def spread(values):
 
 
 def test_held_out_tasks_are_named_as_in_a_run_and_have_its_seed(tmp_path):
-    make.texts(tmp_path / "texts", 2)
-    task = RepairSource(7).task(Split.VALIDATION, 0)
-    (tmp_path / "texts" / "leak.md").write_text(f"Notes\n\n{task.instruction}\n")
-    for seed, dropped in ((7, {"held-out": 1}), (8, {})):
+    source = RepairSource(7)
+    answer = source.answer(source.task(Split.HELDOUT, 0)).reference
+    found = {}
+    for seed in (7, 8):
         heldout = {"tasks": ["repair"], "num_tasks": 1, "tasks_seed": seed}
-        corpus = build_corpus(make.config(tmp_path, heldout=heldout), tmp_path / f"out{seed}")
-        assert corpus.manifest.sources["own"].dropped == dropped
+        found[seed] = {one.text for one in heldout_texts(make.config(tmp_path, heldout=heldout).heldout)}
+    assert {*answer.values()} <= found[7]
+    assert not {*answer.values()} <= found[8]
 
 
 def test_lines_are_shown_by_file_and_number(tmp_path, capsys):
