@@ -83,8 +83,8 @@ class Encoder:
         parts: list[int | str] = [text]
         if self.sentinels is not None:
             parts = rearranged(text, self.fim, self.sentinels, key=self._key(key, epoch)) or parts
-        ids = [np.uint32([part]) if isinstance(part, int) else self._words.encode(part) for part in parts]
-        return np.concatenate([*ids, np.uint32([self.facts.end_id])])
+        ids = [np.array([part], np.uint32) if isinstance(part, int) else self._words.encode(part) for part in parts]
+        return np.concatenate([*ids, np.array([self.facts.end_id], np.uint32)])
 
     @cached_property
     def _words(self) -> Words:

@@ -93,6 +93,7 @@ class Words:
 
     @property
     def known(self) -> bool:
+        """Whether words are looked up; False: the library encodes every text."""
         return self._words is not None
 
     def encode(self, text: str) -> U32:
