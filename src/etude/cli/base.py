@@ -61,13 +61,15 @@ def compare(args: argparse.Namespace) -> int:
         )
     named = _named(args.models)
     costs = {name: _cost(path, args.hardware) for name, path in named.items()} if args.hardware else {}
-    candidates = [_candidate(name, path, args.context) for name, path in named.items()]
+    noted: list[ProgressBar] = []
+    candidates = [_candidate(name, path, args.context, noted) for name, path in named.items()]
     documents, mined = _documents(Folder(args.text, tuple(args.files or ["*"])), args.documents, args.seed)
     questions = [*look_ups(mined, count=args.questions, seed=args.seed)]
     questions += state_questions(count=args.questions, seed=args.seed)
     distances = [int(share * args.context) for share in DISTANCES]
     questions += retrieval_questions(mined, distances=distances, count=args.questions, seed=args.seed)
     with ProgressBar("measurements", len(candidates) * (len(documents) + len(questions))) as bar:
+        noted.append(bar)
         results, comparisons = compare_bases(candidates, documents, questions, on_done=bar.advance)
     facts = _facts(documents, questions, args)
     if args.json:
@@ -102,7 +104,7 @@ def _named(given: Iterable[str]) -> dict[str, Path]:
     return found
 
 
-def _candidate(name: str, path: Path, context_tokens: int) -> Candidate:
+def _candidate(name: str, path: Path, context_tokens: int, noted: Sequence[ProgressBar]) -> Candidate:
     ModelConfig.from_hf(read_json(base_of(path) / "config.json"))  # before anything is measured
     tokenizer, _ = read_tokenizer(TokenizerConfig(path))
     start = read_json(path / "config.json").get("bos_token_id")
@@ -113,10 +115,12 @@ def _candidate(name: str, path: Path, context_tokens: int) -> Candidate:
             "neither config.json nor generation_config.json has bos_token_id or eos_token_id",
             hint="add the id of its end-of-text token to config.json as eos_token_id",
         )
-    return Candidate(name, tokenizer, ids[0], partial(_load, path, context_tokens))
+    return Candidate(name, tokenizer, ids[0], partial(_load, name, path, context_tokens, noted))
 
 
-def _load(path: Path, context_tokens: int) -> Scorer:
+def _load(name: str, path: Path, context_tokens: int, noted: Sequence[ProgressBar]) -> Scorer:
+    for bar in noted:
+        bar.note(f"loading {name} from {path}")
     from etude.evals.bases.scorer import TorchScorer
 
     return TorchScorer(path, context_tokens=context_tokens)

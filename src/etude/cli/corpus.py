@@ -13,6 +13,7 @@ from etude.cli.progress import ProgressBar
 from etude.corpus import Corpus, build_corpus, check_corpus, read_corpus_config
 from etude.corpus.config import TokenizerConfig
 from etude.corpus.encoding import read_tokenizer, tokenizer_file
+from etude.corpus.sources import LineNumbers
 from etude.errors import Exit
 from etude.harness.tokenizer import SafeTokenizer
 
@@ -48,11 +49,12 @@ def look(args: argparse.Namespace) -> int:
     corpus = Corpus.open(args.folder)
     _print_counts(corpus)
     screen = console()
+    lines = LineNumbers(corpus.manifest.config)
     for name, source in corpus.manifest.sources.items():
         for reason, examples in source.examples.items():
             screen.print(f"{name}, {reason} ({source.dropped[reason]:,}):", markup=False)
             for example in examples:
-                screen.print(f"  {example}", markup=False)
+                screen.print(f"  {lines.told(name, example)}", markup=False)
     tokenizer = _tokenizer(corpus, args.tokenizer)
     for phase in corpus.manifest.phases:
         left = args.documents
@@ -62,8 +64,9 @@ def look(args: argparse.Namespace) -> int:
                 part = slice(int(shard.starts_D[index]), int(shard.starts_D[index + 1]))
                 num_said = int(corpus.said(facts)[part].sum())
                 said = f", of which the assistant said {num_said:,}" if num_said else ""
+                told = lines.told(origin["source"], origin["id"])
                 screen.print(
-                    f"{phase.name}, document {index} of {facts.file}: {origin['source']} {origin['id']}, "
+                    f"{phase.name}, document {index} of {facts.file}: {origin['source']} {told}, "
                     f"{origin['licence']}, {len(ids):,} tokens{said}",
                     markup=False,
                 )

@@ -35,6 +35,12 @@ class ProgressBar:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._bar.stop()
 
+    def note(self, text: str) -> None:
+        """Print a line above the bar, with the count so far if there is no terminal."""
+        self._last_print = time.monotonic()
+        count = "" if self._console.is_terminal else f"{self._count}/{self._total} {self._what} "
+        self._bar.console.print(f"{count}{text}", markup=False, highlight=False)
+
     def advance(self, note: str = "") -> None:
         """Count one item, and print `note` above the bar.
 

@@ -39,7 +39,8 @@ class Chats(Lines):
     - `id`, `licence`: names of the fields with a chat's id and licence. A line without an id is named by its file and
       offset.
 
-    Messages after the last answer of the assistant are left out. Raises `InputError` if no file matches."""
+    Messages after the last answer of the assistant are left out. An answer with `weight` 0 is context that is not
+    learned; other weights than 0 and 1 are refused. Raises `InputError` if no file matches."""
 
     files: tuple[str, ...]
     checkpoint: Path
@@ -107,7 +108,11 @@ class Chats(Lines):
         plain = [_message(message) for message in messages]
         if not any(message["role"] == "assistant" for message in plain):
             raise _Bad("no-answer")
-        return self._chat.render_chat(plain, signatures)
+        weights = [_weight(message) for message in messages if message["role"] == "assistant"]
+        if not any(weights):
+            raise _Bad("no-answer")
+        text, spans = self._chat.render_chat(plain, signatures)
+        return text, [one for span, weight in zip(spans, weights, strict=True) for one in _learned(span, weight)]
 
 
 def check_tokenizer(folder: Path, sha256: str, *, noun: str) -> None:
@@ -120,6 +125,23 @@ def check_tokenizer(folder: Path, sha256: str, *, noun: str) -> None:
         facts = f"the SHA-256 of {path} is {found[:12]}, that of tokenizer.path {sha256[:12]}"
         hint = f"set tokenizer.path to {folder}"
         raise ConfigError(f"the {noun} has another tokenizer than the corpus", facts, hint=hint)
+
+
+def _weight(message: Mapping[str, Any]) -> int:
+    """Return the weight of an answer's loss, as in OpenAI's format: 0 or 1. Raises `_Bad` for another."""
+    weight = message.get("weight")
+    if weight is None:
+        return 1
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise _Bad("bad-weight")
+    return int(weight)
+
+
+def _learned(span: tuple[int, int], weight: int) -> list[tuple[int, int]]:
+    """Return the ranges of an answer that are learned. If it has no weight, these are its two ends, both empty, so that
+    no token crosses them either."""
+    start, stop = span
+    return [span] if weight else [(start, start), (stop, stop)]
 
 
 def _message(message: Any) -> dict[str, Any]:

@@ -96,13 +96,16 @@ class HeldOutConfig:
     """The `[heldout]` table: texts that must not be in the corpus.
 
     - `files`: patterns of files with such texts, such as "evals/**/*.py".
-    - `tasks`: task sources, as import paths or tables with `kind` and settings. Searched for are the answers and hidden
-      tests of all splits, and the instructions of all splits except training.
-    - `num_tasks`: how many tasks of each split are requested from the source."""
+    - `tasks`: task sources: what `tasks.source` of a run takes, such as "repair", "humaneval:PATH" or a directory, an
+      import path, or a table with `kind` and settings. Searched for are the answers and hidden tests of all splits,
+      and the instructions of all splits except training.
+    - `num_tasks`: how many tasks of each split are requested from the source.
+    - `tasks_seed`: the seed of generated tasks, as `tasks.seed` of a run."""
 
     files: tuple[str, ...] = ()
-    tasks: tuple[Annotated[Plugin, BuiltIn(())], ...] = ()
+    tasks: tuple[str | Plugin, ...] = ()
     num_tasks: int = ranged(1_000, low=1)
+    tasks_seed: int = ranged(0, low=0)
 
 
 @dataclass(frozen=True)
@@ -147,20 +150,20 @@ class CorpusConfig:
     """A config of `etude corpus build`.
 
     - `seed`: the seed for the order of documents and for fill-in-the-middle.
-    - `licences`: the SPDX ids that documents may have; "unknown" allows documents without a known licence. Empty: all
+    - `licences`: the SPDX ids that documents may have; "unknown" allows documents without a known licence. None: all
       are allowed.
     - `secrets`: what happens to a document with a secret.
     - `shard_tokens`: the number of tokens of a shard.
     - `phases`: the phases of mid-training; empty: one phase that has every document once.
 
     Raises `ValueError` for names that are not unique or not known, and for a phase in which no source has a share above
-    0."""
+    0, and for an empty list of licences, which would allow no document."""
 
     tokenizer: TokenizerConfig
     sources: tuple[SourceConfig, ...]
     phases: tuple[PhaseConfig, ...] = ()
     seed: int = 0
-    licences: tuple[str, ...] = ()
+    licences: tuple[str, ...] | None = None
     secrets: Secrets = Secrets.DROP
     shard_tokens: int = ranged(64_000_000, low=1, high=1_000_000_000)
     quality: QualityConfig = field(default_factory=QualityConfig)
@@ -171,6 +174,8 @@ class CorpusConfig:
     def __post_init__(self) -> None:
         if not self.sources:
             raise ValueError("there is no source: write a [[sources]] table")
+        if self.licences is not None and not self.licences:
+            raise ValueError("licences is empty, and no document would be kept: name licences, or leave it out for all")
         names = [source.name for source in self.sources]
         for noun, all_names in (("sources", names), ("phases", [phase.name for phase in self.phases])):
             for name, count in Counter(all_names).items():

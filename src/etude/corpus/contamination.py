@@ -50,6 +50,7 @@ _MIN_BODY = 80
 """Characters of the shortest docstring in which code is searched for."""
 _MARK = re.compile(r"^[ \t]*(?:(?:>>>|\.\.\.|[+>|*]|#+|//+)[ \t]?)*", re.MULTILINE)  # of a comment, diff or prompt
 _MARKS = ("#", "+", ">", "...", "//", "|", "*")
+_MAY_MARK = np.isin(np.arange(128), [ord(mark[0]) for mark in (*_MARKS, "'", '"')])
 _QUOTES = re.compile(r"^[ \t]*[\"']|[\"'],?[ \t]*$", re.MULTILINE)  # around an escaped line
 _ESCAPED = re.compile(r"\\(?:n(?:[\"'],?\s*[\"'])?|(.))")
 _MIN_LINES = 3
@@ -111,13 +112,15 @@ def code_of(text: str, tokens: Tokens) -> list[Code]:
     return views
 
 
-def embedded(text: str) -> str:
+def embedded(text: str, tokens: Tokens) -> str:
     """Return the code that may stand in docstrings, comments, diffs, prompts and escaped strings, without what marks it
     there. It can be searched with `code_of`: it has no triple quotes, which would hide a part.
 
-    >>> embedded("x = 1\\n# def f():\\n#     y = 2\\n#     return y\\n")
+    >>> text = "x = 1\\n# def f():\\n#     y = 2\\n#     return y\\n"
+    >>> embedded(text, Tokens.of(text))
     'def f():\\n    y = 2\\n    return y'
-    >>> embedded(r'{"text": "def f():\\n    y = 2\\n    return y\\n"}')
+    >>> text = r'{"text": "def f():\\n    y = 2\\n    return y\\n"}'
+    >>> embedded(text, Tokens.of(text))
     '{"text": "def f():\\n    y = 2\\n    return y\\n"}'
     """
     found = [body for body in _BODY.findall(text) if len(body) >= _MIN_BODY]
@@ -131,7 +134,11 @@ def embedded(text: str) -> str:
         marked.clear()
         quoted.clear()
 
-    for line in text.split("\n"):
+    last = -1
+    for number, line, escapes in _candidates(text, tokens):
+        if number != last + 1:
+            take()
+        last = number
         bare = line.lstrip()
         if bare.startswith(_MARKS):
             marked.append(line)
@@ -139,10 +146,29 @@ def embedded(text: str) -> str:
             quoted.append(line)
         else:
             take()
-            if "\\n" in line and line.count("\\n") >= _MIN_LINES:
+            if escapes >= _MIN_LINES:
                 found.append(_unescaped(line))
     take()
     return "\n".join(found).replace('"""', " ").replace("'''", " ")
+
+
+def _candidates(text: str, tokens: Tokens) -> Iterator[tuple[int, str, int]]:
+    """Yield (number, line, escaped line breaks in it) of each line that begins with a mark or a quote, or has enough
+    escaped line breaks."""
+    breaks = np.flatnonzero(tokens.chars == ord("\n"))
+    firsts, ends = np.concatenate([[0], breaks + 1]), np.append(breaks, len(tokens.chars))
+    escapes = np.zeros(len(firsts), np.int64)
+    if "\\n" in text:
+        chars = tokens.chars
+        places = np.flatnonzero((chars[:-1] == ord("\\")) & (chars[1:] == ord("n")))
+        escapes = np.bincount(np.searchsorted(ends, places), minlength=len(firsts))
+    wanted = escapes >= _MIN_LINES
+    if len(tokens):
+        token = np.minimum(np.searchsorted(tokens.starts_T, firsts), len(tokens) - 1)
+        starts = tokens.starts_T[token]
+        wanted |= (starts < ends) & (starts >= firsts) & _MAY_MARK[np.minimum(tokens.chars[starts], 127)]
+    for number in np.flatnonzero(wanted).tolist():
+        yield number, text[firsts[number] : ends[number]], int(escapes[number])
 
 
 def _unescaped(lines: str) -> str:
@@ -306,7 +332,7 @@ class HeldOutIndex:
         ordered = joined(text)
         if self.has_code:
             known = Tokens.of(ordered) if tokens is None or ordered != text else tokens
-            inside = embedded(ordered)
+            inside = embedded(ordered, known)
             added = [code_grams(code) for code in code_of(inside, Tokens.of(inside))] if inside else []
             for code in code_of(ordered, known):
                 if (name := self._hit(_separate([code_grams(code), *added]))) is not None:
@@ -315,8 +341,10 @@ class HeldOutIndex:
 
     def _hit(self, grams_D: U64) -> str | None:
         maybe = self._grams.maybe(grams_D)
-        alone = np.lib.stride_tricks.sliding_window_view(np.r_[maybe, np.zeros(MIN_RUN, np.bool_)], MIN_RUN).all(axis=1)
-        if not alone.any():  # a run of hits begins nowhere
+        begins = maybe
+        for _ in range(MIN_RUN - 1):
+            begins = begins[:-1] & maybe[len(maybe) - len(begins) + 1 :]
+        if not begins.any():  # no run of hits begins anywhere
             return None
         places_H = np.flatnonzero(maybe)
         grams_H = grams_D[places_H]

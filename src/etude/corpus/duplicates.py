@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from etude.corpus.hashes import U64
 from etude.corpus.near import candidate_pairs, near_duplicates, shingles
 from etude.corpus.pieces import Pieces
 
-_CACHED_SHINGLES = 64
+_CACHED_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,6 @@ class Duplicates:
         is_compared = ~is_exact & ~pieces.is_recorded_N  # rollouts of a task have its prompt in common
         unique = np.flatnonzero(is_compared)
 
-        @functools.lru_cache(_CACHED_SHINGLES)
         def shingles_of(index: int) -> U64:
             progress.tick()
             piece, place = pieces.find(int(unique[index]))
@@ -60,12 +60,30 @@ class Duplicates:
 
         if len(unique):
             pairs = candidate_pairs(_signatures(pieces, is_compared), threshold)
-            near = near_duplicates(len(unique), pairs, shingles_of, threshold)
+            near = near_duplicates(len(unique), pairs, _Recent(shingles_of), threshold)
             earlier[unique[near >= 0]] = unique[near[near >= 0]]
         scratch = path.with_name("duplicates.tmp.npz")
         np.savez(scratch, earlier=earlier, is_exact=is_exact)
         scratch.replace(path)
         return cls(earlier, is_exact)
+
+
+class _Recent:
+    """Calls a function, and keeps its latest results up to `_CACHED_BYTES`. A count of documents would be too few where
+    they are small, and too many where they are large."""
+
+    def __init__(self, function: Callable[[int], U64]) -> None:
+        self._function, self._kept, self._bytes = function, OrderedDict[int, U64](), 0
+
+    def __call__(self, index: int) -> U64:
+        if index in self._kept:
+            self._kept.move_to_end(index)
+            return self._kept[index]
+        result = self._kept[index] = self._function(index)
+        self._bytes += result.nbytes
+        while self._bytes > _CACHED_BYTES and len(self._kept) > 2:
+            self._bytes -= self._kept.popitem(last=False)[1].nbytes
+        return result
 
 
 def _exact(digests_N2: U64) -> npt.NDArray[np.int64]:

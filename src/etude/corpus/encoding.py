@@ -6,6 +6,7 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from etude.corpus.config import FimConfig, TokenizerConfig
 from etude.corpus.fim import Sentinels, is_rearranged, rearranged, sentinels
 from etude.corpus.shards import TokenizerFacts
+from etude.corpus.words import Words
 from etude.errors import ConfigError, nearest
 from etude.harness.tokenizer import SafeTokenizer
 
@@ -81,10 +83,12 @@ class Encoder:
         parts: list[int | str] = [text]
         if self.sentinels is not None:
             parts = rearranged(text, self.fim, self.sentinels, key=self._key(key, epoch)) or parts
-        ids: list[int] = []
-        for part in parts:
-            ids.extend([part] if isinstance(part, int) else self.tokenizer.encode(part))
-        return np.array([*ids, self.facts.end_id], np.uint32)
+        ids = [np.array([part], np.uint32) if isinstance(part, int) else self._words.encode(part) for part in parts]
+        return np.concatenate([*ids, np.array([self.facts.end_id], np.uint32)])
+
+    @cached_property
+    def _words(self) -> Words:
+        return Words(self.tokenizer)
 
     def differs(self, key: str, epoch: int) -> bool:
         """Return whether a document may have other token ids in an epoch than in the first one."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections import Counter
 from dataclasses import dataclass
 
 import msgspec
@@ -50,7 +49,7 @@ def filtered(document: Document, config: CorpusConfig) -> Filtered:
     if reason and not document.token_ids:
         return Filtered(None, reason)
     licence = header_licence(document.text) or document.licence or UNKNOWN
-    if config.licences and not is_allowed(licence, config.licences):
+    if config.licences is not None and not is_allowed(licence, config.licences):
         return Filtered(None, "licence")
     found = list(find_secrets(document.text))
     if found and (config.secrets is Secrets.DROP or document.said):  # in a chat, the answers would move
@@ -89,10 +88,9 @@ def quality_problem(text: str, limits: QualityConfig) -> str:
 
 def _repeated(text: str, lines: list[str]) -> float:
     """The share of a text that repeats earlier parts: of lines that come again, or what DEFLATE saves beyond 80 %."""
-    counts = Counter(line.strip() for line in lines)
-    long = {line: n for line, n in counts.items() if len(line) > 8}
-    total = sum(len(line) * n for line, n in long.items())
-    again = sum(len(line) * (n - 1) for line, n in long.items())
+    long = [line for line in map(str.strip, lines) if len(line) > 8]
+    total = sum(map(len, long))
+    again = total - sum(map(len, set(long)))
     by_lines = again / total if total > len(text) / 4 else 0.0
     if len(text) < 2_000:
         return by_lines

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from etude import progress
-from etude.config import Plugin
+from etude.config import Plugin, named
 from etude.corpus.config import HeldOutConfig
 from etude.corpus.contamination import HeldOutText
 from etude.corpus.documents import MAX_BYTES
@@ -32,7 +32,7 @@ def heldout_texts(config: HeldOutConfig) -> Iterator[HeldOutText]:
     """Yield the held-out texts of a config, in a fixed order.
 
     Raises `ConfigError` for a pattern that matches no file and for a file that is too large or not UTF-8, and
-    `PluginRefused` for a task source that cannot be used."""
+    `PluginRefused`, `NoSource` or `TaskError` for a task source that cannot be used."""
     for pattern in config.files:
         paths = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
         if not paths:
@@ -40,8 +40,18 @@ def heldout_texts(config: HeldOutConfig) -> Iterator[HeldOutText]:
         for path in paths:
             progress.begin(f"reading held-out text {path}")
             yield HeldOutText.of(path, _text_of(Path(path)))
-    for plugin in config.tasks:
-        yield from _texts_of_tasks(plugin, config.num_tasks)
+    for tasks in config.tasks:
+        yield from _texts_of_tasks(tasks, config)
+
+
+def _source(tasks: str | Plugin, seed: int) -> TaskSource:
+    from etude.tasks import SOURCES, open_source
+
+    tasks = named(tasks, SOURCES)
+    if isinstance(tasks, Plugin):
+        source: TaskSource = make(Kind.SOURCE, tasks, where="heldout.tasks")
+        return source
+    return open_source(tasks, seed)
 
 
 def _text_of(path: Path) -> str:
@@ -56,16 +66,16 @@ def _text_of(path: Path) -> str:
     raise ConfigError(f"heldout.files: {path} cannot be read as UTF-8 text", facts, hint=hint)
 
 
-def _texts_of_tasks(plugin: Plugin, num_tasks: int) -> Iterator[HeldOutText]:
-    source: TaskSource = make(Kind.SOURCE, plugin, where="heldout.tasks")
+def _texts_of_tasks(tasks: str | Plugin, config: HeldOutConfig) -> Iterator[HeldOutText]:
+    source = _source(tasks, config.tasks_seed)
     if isinstance(source, WithHeldOut):
         for name, text in source.heldout():
             yield HeldOutText.of(name, text)
         return
     for split in Split:
         size = source.size(split)
-        for index in range(num_tasks if size is None else min(size, num_tasks)):
-            progress.begin(f"reading held-out task {index} ({split}) of {plugin}")
+        for index in range(config.num_tasks if size is None else min(size, config.num_tasks)):
+            progress.begin(f"reading held-out task {index} ({split}) of {tasks}")
             task = source.task(split, index)
             answer, name = source.answer(task), f"{source.name}/{split}/{index}"
             texts = {f"{name}/{path}": text for path, text in answer.reference.items()}

@@ -38,7 +38,7 @@ from etude.corpus.near import NUM_HASHES, shingles_of, signature
 from etude.corpus.tokens import Tokens
 from etude.plugins import Kind, bounded, called, make, unusable
 
-WORK_FORMAT = 4
+WORK_FORMAT = 5
 """The format of the files in `work`, and the filters that they passed: a build does not continue with those of another
 one."""
 EXAMPLES = 5

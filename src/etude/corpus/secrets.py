@@ -57,6 +57,12 @@ _PATTERNS = (  # (kind, texts of which one is in every match, pattern; its group
     ("npm-token", ("npm_",), r"\bnpm_[A-Za-z0-9]{36}\b"),
     ("pypi-token", ("pypi-AgEI",), r"\bpypi-AgEI[A-Za-z0-9_-]{50,500}"),
     ("sendgrid-key", ("SG.",), r"\bSG\.[A-Za-z0-9_-]{20,24}\.[A-Za-z0-9_-]{39,50}"),
+    (
+        "secret-key",  # of Django and Flask: it may have any symbols, so it is not found as an assigned secret
+        ("SECRET_KEY", "secret_key"),
+        r"(?:SECRET_KEY|secret_key)[\"']?(?:\]?\s{0,4}[:=]|,\s{0,4}(?:default\s?=)?)\s{0,4}[rb]?"
+        r"(?P<quote>[\"'])(?P<value>[^\s\"'\\]{32,128})(?P=quote)",
+    ),
     ("jwt", ("eyJ",), r"\beyJ[A-Za-z0-9_-]{10,2000}\.eyJ[A-Za-z0-9_-]{10,4000}\.[A-Za-z0-9_-]{20,1000}"),
     (
         "password-in-url",
@@ -75,22 +81,31 @@ _PATTERNS = (  # (kind, texts of which one is in every match, pattern; its group
     ),
     (
         "netrc-password",
-        ("machine ", "machine\t", "machine\n"),
+        ("machine",),
         r"machine(?<=\bmachine)\s{1,8}\S{1,200}\s{1,8}login\s{1,8}\S{1,200}\s{1,8}password\s{1,8}(?P<value>[^\s{}<>$]{5,200})",
     ),
 )
+_TEMPLATE = re.compile(r"\$\{|\{\{|\{%|%\(|\$\(|^[<{\[].*[>}\]]\Z")
 _ALWAYS = {"private-key", "password-in-url"}
-_VALUE = re.compile(r"[:=>]\s{0,4}[\"'](?P<value>[^\s\"'<>{}$%()]{12,256})[\"']")
 _NAMES = r"(?:passw(?:or)?d|passphrase|secret|token|api_?key|access_?key|auth_?key|private_?key|credential)s?"
-_ASSIGNED = re.compile(rf"(?i){_NAMES}[\w.-]{{0,40}}[\"']?\]?\s{{0,4}}(?::=|=>|[:=])\Z")
-_BARE_VALUE = re.compile(
-    r"[:=][ \t]{0,4}(?P<value>(?=[^\s0-9]{0,255}[0-9])"
+_NAME_PARTS = (
+    "passw", "passphrase", "secret", "token", "apikey", "api_key", "accesskey", "access_key", "authkey", "auth_key",
+    "privatekey", "private_key", "credential", "pwd", "accountkey", "account_key",
+)  # fmt: skip
+"""In lower case: how the names of secrets begin. `re` searches for values only behind these."""
+_QUOTED = re.compile(
+    rf"(?i:{_NAMES})[\w.-]{{0,40}}[\"']?\]?\s{{0,4}}(?::=|=>|[:=])\s{{0,4}}[\"'](?P<value>[^\s\"'<>{{}}$%()]{{12,256}})[\"']"
+)
+_BARE = re.compile(
+    rf"(?i:{_NAMES}|pwd|secret_?key|account_?key)[ \t]{{0,4}}[:=][ \t]{{0,4}}(?P<value>(?=[^\s0-9]{{0,255}}[0-9])"
     r"[^\s\"'`<>{}()\[\],;$=][^\s\"'`<>{}()\[\],;]{7,255})(?!\S)"
 )
-_BARE_ASSIGNED = re.compile(rf"(?i)(?:^|\s)[\w.-]{{0,60}}(?:{_NAMES}|pwd|secret_?key|account_?key)[ \t]{{0,4}}\Z")
+_QUERY = re.compile(rf"(?i:{_NAMES})=(?P<value>[A-Za-z0-9_.~%+/-]{{16,256}})(?![\w${{<(\[])")
+_BEFORE_QUERY = re.compile(r"[?&][\w-]{0,40}\Z")
+_BEFORE_BARE = re.compile(r"(?:^|\s)[\w.-]{0,60}\Z")
 _NAME = re.compile(r"(?:[A-Za-z]*\d{0,3}|v?\d+|0x[0-9a-fA-F]+)(?:[-_.:/@](?:[A-Za-z]*\d{0,3}|v?\d+))*")
 """A value that is a name, a version, a path or a number: its digits are at the ends of its words."""
-_BEFORE_CHARS = 80  # that `_ASSIGNED` may match before a value
+_BEFORE_CHARS = 62  # that `_BEFORE_BARE` may match, and one more
 _COMPILED = tuple((kind, anchors, re.compile(pattern)) for kind, anchors, pattern in _PATTERNS)
 _PLACEHOLDER = re.compile(
     r"(?i)example|placeholder|changeme|dummy|redacted|your[_-]|xxxx|\*\*\*|\.\.\.|0123456789|1234567890|^(?:password|passwd|"
@@ -112,16 +127,40 @@ def find_secrets(text: str) -> Iterator[tuple[str, int, int]]:
             for match in pattern.finditer(text):
                 if _is_secret(kind, match[group]):
                     yield kind, *match.span(group)
-    for match in _VALUE.finditer(text):
-        value, start = match["value"], match.start()
-        if not _ASSIGNED.search(text[max(0, start - _BEFORE_CHARS) : start + 1]):
-            continue
-        if _is_mixed(value) and _bits(value) >= _MIN_BITS and not _PLACEHOLDER.search(value):
-            yield "assigned-secret", *match.span("value")
-    for match in _BARE_VALUE.finditer(text):
-        start = match.start()
-        if _BARE_ASSIGNED.search(text[max(0, start - _BEFORE_CHARS) : start]) and _is_bare_secret(match["value"]):
-            yield "assigned-secret", *match.span("value")
+    yield from _assigned(text)
+
+
+def _assigned(text: str) -> Iterator[tuple[str, int, int]]:
+    """Yield the values that are assigned to names of secrets, with quotes, without, or in the query of a URL."""
+    found, in_urls = set[tuple[int, int]](), set[tuple[int, int]]()
+    for at in _names(text):
+        quoted, bare = _QUOTED.match(text, at), _BARE.match(text, at)
+        if quoted is not None and _is_random(quoted["value"]):
+            found.add(quoted.span("value"))
+        if bare is not None and _is_bare_secret(bare["value"]):
+            first = max(0, at - _BEFORE_CHARS)
+            before = _BEFORE_BARE.search(text[first:at])
+            if before is not None and (before.start() or not first):
+                found.add(bare.span("value"))
+        query = _QUERY.match(text, at)
+        in_query = query is not None and _BEFORE_QUERY.search(text[max(0, at - _BEFORE_CHARS) : at])
+        if query is not None and in_query and _is_random(query["value"]) and not _NAME.fullmatch(query["value"]):
+            in_urls.add(query.span("value"))
+    for kind, spans in (("assigned-secret", found), ("secret-in-url", in_urls - found)):
+        for start, stop in sorted(spans):
+            yield kind, start, stop
+
+
+def _names(text: str) -> Iterator[int]:
+    """Yield where names of secrets may begin."""
+    lower = text.lower()
+    if len(lower) != len(text):  # "İ" has two characters in lower case
+        lower = "".join(char if len(char.lower()) > 1 else char.lower() for char in text)
+    for part in _NAME_PARTS:
+        at = lower.find(part)
+        while at >= 0:
+            yield at
+            at = lower.find(part, at + 1)
 
 
 def _is_secret(kind: str, value: str) -> bool:
@@ -136,7 +175,14 @@ def _is_secret(kind: str, value: str) -> bool:
         return bool(password) and not _PLACEHOLDER.search(password)
     if kind in ("authorization", "netrc-password"):
         return not _NAME.fullmatch(value)
+    if kind == "secret-key":
+        return _is_mixed(value) and _bits(value) >= _MIN_BITS and not _TEMPLATE.search(value)
     return kind in _ALWAYS or _bits(value) > 2.5
+
+
+def _is_random(value: str) -> bool:
+    """Return whether a value in quotes is a secret."""
+    return _is_mixed(value) and _bits(value) >= _MIN_BITS and not _PLACEHOLDER.search(value)
 
 
 def _is_bare_secret(value: str) -> bool:

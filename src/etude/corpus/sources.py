@@ -7,8 +7,9 @@ from __future__ import annotations
 import fnmatch
 import glob
 import os
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,6 +23,7 @@ from etude.errors import InputError
 
 PIECE_BYTES = 32 << 20
 """Size of a piece of a source: what one process reads at a time, and what is done again after a kill."""
+_WITH_OFFSET = re.compile(r"(.+?):(\d+)(?=\s|\Z)")
 _LINE_BYTES = 2 * MAX_BYTES  # JSON escapes some characters
 
 
@@ -247,6 +249,47 @@ def lines(file: BinaryIO, start: int, stop: int, limit: int = _LINE_BYTES) -> It
             yield at, None
         else:
             yield at, line
+
+
+class LineNumbers:
+    """Names lines of a corpus's sources by file and line number, where their ids have the offset in bytes.
+
+    `config`: of the manifest. An id is left as it is if its file is gone, is one of several with this name, or has no
+    line there any more."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._files: dict[str, dict[str, list[str]]] = {}
+        for source in config.get("sources", ()):
+            kind = source.get("kind", {})
+            named = self._files.setdefault(str(source.get("name")), {})
+            patterns = kind.get("files", ()) if kind.get("kind") in ("chats", "jsonl") else ()
+            for pattern in patterns:
+                pattern = f"{pattern}/**/*.jsonl" if os.path.isdir(pattern) else pattern
+                for path in glob.glob(pattern, recursive=True):
+                    paths = named.setdefault(os.path.basename(path), [])
+                    if path not in paths and os.path.isfile(path):
+                        paths.append(path)
+
+    def told(self, source: str, text: str) -> str:
+        """Return an id, or a text that begins with one, with "FILE, line N" in place of its file name and offset."""
+        found = _WITH_OFFSET.match(text)
+        if found is None:
+            return text
+        paths = self._files.get(source, {}).get(found[1], [])
+        line = _line_at(paths[0], int(found[2])) if len(paths) == 1 else None
+        return text if line is None else f"{paths[0]}, line {line:,}{text[found.end() :]}"
+
+
+def _line_at(path: str, offset: int) -> int | None:
+    """Return the number of the line that begins at an offset in bytes, from 1; None if no line begins there."""
+    line, last, left = 1, b"\n", offset
+    try:
+        with open(path, "rb") as file:
+            while left and (part := file.read(min(left, 1 << 20))):
+                line, last, left = line + part.count(b"\n"), part[-1:], left - len(part)
+            return line if not left and last == b"\n" and file.read(1) else None
+    except OSError:
+        return None
 
 
 def _skip_line(file: BinaryIO) -> None:

@@ -100,6 +100,10 @@ class SafeTokenizer:
         """Encode ordinary text as token ids."""
         return self._short(text) if len(text) <= _SHORT_CHARS else self._encode_plain(text)
 
+    def has_added(self, text: str) -> bool:
+        """Return whether a text spells an added token that is not special, which `encode` cuts."""
+        return self._unsaid.search(text) is not None
+
     def _encode_plain(self, text: str) -> tuple[int, ...]:
         """Tokenise in pieces: cut inside each text that the tokeniser would match as an added token."""
         cuts = [0, *(m.start() + 1 for m in self._unsaid.finditer(text)), len(text)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -44,6 +45,7 @@ from etude.weights.chain.history import head, pointer_key
 from etude.weights.chain.inspect import require_pointer
 from etude.weights.chain.signing import read_signer
 
+_TELL_S = 10
 _CHANNEL = "policy"
 
 
@@ -152,7 +154,9 @@ async def model_of_checkpoint(
             return Child(name, argv, logs=folder, telemetry=telemetry), Role(on_up, answers)
 
         try:
-            await asyncio.gather(*(supervisor.add(*started(name, branch)) for name, branch in names.items()))
+            members = [started(name, branch) for name, branch in names.items()]
+            async with _told(log, checkpoint, len(members), members[0][1].ready_s):
+                await asyncio.gather(*(supervisor.add(*member) for member in members))
             info = await next(iter(engines.values())).info()
             lending = lender.lending(fleet, engines, slots=info.max_sequences) if lender else contextlib.nullcontext()
             async with lending:
@@ -161,6 +165,27 @@ async def model_of_checkpoint(
             for engine in opened:
                 await engine.close()
             await supervisor.close()
+
+
+@contextlib.asynccontextmanager
+async def _told(log: Callable[[str], None], checkpoint: Path, count: int, ready_s: float) -> AsyncIterator[None]:
+    """Log which engines start while the block runs, after how long they are given up, and every 10 s that they still
+    start."""
+    what = f"{'the engine' if count == 1 else f'{count} engines'} of {checkpoint}"
+
+    async def tell() -> None:
+        for elapsed_s in itertools.count(_TELL_S, _TELL_S):
+            await asyncio.sleep(_TELL_S)
+            log(f"starting {what}: {elapsed_s} s of at most {ready_s:g} s")
+
+    log(f"starting {what}: it reads the weights; given up after {ready_s:g} s")
+    telling = asyncio.create_task(tell())
+    try:
+        yield
+    finally:
+        telling.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await telling
 
 
 @contextlib.asynccontextmanager

@@ -21,6 +21,8 @@ _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 _PARTIAL = "partial_rotary_factor"
 _SCALES = ("mscale", "mscale_all_dim", "attention_factor")  # of YaRN
 _OUTSIDE = ("rope_theta", _PARTIAL, "original_max_position_embeddings")  # also beside the section of RoPE
+_YARN = frozenset({"rope_type", "factor", "beta_fast", "beta_slow", "truncate", *_SCALES, *_OUTSIDE, "finetuned"})
+"""The keys of YaRN. "finetuned" is a remark of its authors' checkpoints, which changes nothing."""
 
 
 def positive_ints(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, int]:
@@ -149,6 +151,9 @@ def _llama3(rope: Mapping[str, Any]) -> Llama3:
 
 
 def _yarn(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> Yarn:
+    others = rope.keys() - _YARN
+    if others:
+        raise ValueError(f"{min(others)} = {rope[min(others)]!r} is not supported with rope_type = 'yarn'")
     context = positive_int(raw, "max_position_embeddings")
     key = "original_max_position_embeddings"
     original = positive_int({key: raw.get(key, rope.get(key))}, key, default=context)

@@ -45,7 +45,13 @@ def test_models_are_measured_on_the_same_text_and_compared_with_the_first(
     argv = ["base", "compare", str(one), f"again={one}", str(other), "--text", str(text), "--questions", "3"]
     page = tmp_path / "page.html"
     assert cli.main([*argv, "--context", "64", "--hardware", "h100", "--json", "--html", str(page)]) == 0
-    found = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    said = [line for line in printed.err.splitlines() if " loading " in line]
+    assert [line.partition(" loading ")[2].split()[0] for line in said] == ["one", "again", "other"]
+    each = len(said) and int(said[1].partition("/")[0])
+    assert [line.partition(" ")[0] for line in said] == [f"{done}/{3 * each}" for done in (0, each, 2 * each)]
+    assert each > 5, "documents and questions"
+    found = json.loads(printed.out)
     first, again, other_result = found["results"]
     assert first["bits_per_byte"] == again["bits_per_byte"] != other_result["bits_per_byte"]
     assert 7.5 < first["bits_per_byte"][0] < 12, "an untrained model"

@@ -16,7 +16,10 @@ from tests.unit.corpus import make
 
 from etude import cli
 from etude.corpus import Corpus, CorpusConfig, build, build_corpus, check_corpus, sources
-from etude.errors import ConfigError, CorpusError, Exit, InputError, PluginError
+from etude.corpus.heldout import heldout_texts
+from etude.errors import ConfigError, CorpusError, Exit, InputError, NoSource, PluginError
+from etude.records.task import Split
+from etude.tasks.repair.source import RepairSource
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -216,6 +219,39 @@ def spread(values):
     assert corpus.manifest.heldout.texts + len(corpus.manifest.heldout.too_short) > 4
 
 
+def test_held_out_tasks_are_named_as_in_a_run_and_have_its_seed(tmp_path):
+    source = RepairSource(7)
+    answer = source.answer(source.task(Split.HELDOUT, 0)).reference
+    found = {}
+    for seed in (7, 8):
+        heldout = {"tasks": ["repair"], "num_tasks": 1, "tasks_seed": seed}
+        found[seed] = {one.text for one in heldout_texts(make.config(tmp_path, heldout=heldout).heldout)}
+    assert {*answer.values()} <= found[7]
+    assert not {*answer.values()} <= found[8]
+
+
+def test_lines_are_shown_by_file_and_number(tmp_path, capsys):
+    words = [f"value {i} is {i * i} and its name is number {i:03}" for i in range(3)]
+    rows = [json.dumps({"text": text}) + "\n" for text in words]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "rows.jsonl").write_text(rows[0] + "not JSON\n" + rows[1])
+    (tmp_path / "own.jsonl").write_text(json.dumps({"text": words[2], "id": "own.jsonl:1"}) + "\n")
+    kind = {"kind": "jsonl", "files": [str(tmp_path / "a" / "*.jsonl"), str(tmp_path / "own.jsonl")]}
+    sources = [{"name": "rows", "kind": kind}]
+    build_corpus(make.config(tmp_path, sources=sources, near={"threshold": 1.0}), tmp_path / "out")
+
+    def shown() -> str:
+        assert cli.main(["corpus", "look", str(tmp_path / "out"), "--documents", "9"]) == Exit.DONE
+        return capsys.readouterr().out.replace("\n", "")
+
+    path = tmp_path / "a" / "rows.jsonl"
+    out = shown()
+    assert all(f"{path}, line {line}" in out for line in (1, 2, 3))
+    assert "rows own.jsonl:1, " in out, "an id of its own, where no line begins"
+    path.write_text(rows[0][3:])
+    assert f"rows.jsonl:{len(rows[0]) + 9}" in shown(), "the file has changed"
+
+
 def test_a_plug_in_is_a_source_and_its_nonsense_is_named(tmp_path):
     (tmp_path / "own.md").write_text("From: someone\nThe machine did not start. Press the button again.\n")
     kind = {"kind": "examples.plugins.documents:Tickets", "path": str(tmp_path)}
@@ -238,13 +274,15 @@ def test_a_plug_in_is_a_source_and_its_nonsense_is_named(tmp_path):
         ({"tokenizer": {"path": "missing.json"}}, "no tokenizer at missing.json"),
         ({"fim": {"rate": 0.5, "tokens": ["<a>", "<b>", "<c>"]}}, "lacks the sentinel tokens"),
         ({"sources": []}, "there is no source"),
+        ({"licences": []}, "licences is empty"),
+        ({"heldout": {"tasks": ["repare"]}}, "no task source 'repare'"),
         ({"phases": [{"name": "a", "tokens": 9, "mix": {"onw": 1}}]}, "did you mean 'own'?"),
         ({"quality": {"min_chars": 100_000}}, "no document is left"),
     ],
 )
 def test_a_config_that_cannot_be_built_is_an_error_with_a_hint(changes, says, tmp_path):
     make.texts(tmp_path / "texts", 2)
-    with pytest.raises((ConfigError, CorpusError)) as error:
+    with pytest.raises((ConfigError, CorpusError, NoSource)) as error:
         build_corpus(make.config(tmp_path, **changes), tmp_path / "out")
     assert says in str(error.value)
     assert error.value.hint

@@ -89,6 +89,17 @@ def test_the_marks_are_the_answers_with_their_stop_tokens_and_nothing_else(tmp_p
     assert list(check_corpus(corpus)) == ["all-00000.tokens"]
 
 
+def test_an_answer_of_weight_0_is_context_that_is_not_learned_with_the_same_tokens(tmp_path: Path) -> None:
+    plain, weighted = chat(3), chat(3)
+    weighted["messages"][2]["weight"] = 0
+    weighted["messages"][4]["weight"] = 1
+    corpora = [built(tmp_path / name, [one]) for name, one in (("a", plain), ("b", weighted))]
+    assert said_texts(corpora[0]) == ["<|call|>add 3<|end|>It is 12.<|end|>"]
+    assert said_texts(corpora[1]) == ["It is 12.<|end|>"]
+    tokens = [next(iter(corpus.shards("all"))).document(0).tolist() for corpus in corpora]
+    assert tokens[0] == tokens[1]
+
+
 def test_the_tokens_are_those_that_a_run_would_have_in_its_context(tmp_path: Path) -> None:
     corpus, one = built(tmp_path, [chat(3)]), chat(3)
     format_ = ChatFormat.load(tmp_path / "checkpoint")
@@ -204,6 +215,9 @@ BAD = [
     (b'{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}]}', "no-answer"),
     (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "not-text"),
     (b'{"messages": [{"role": "user", "content": 3}]}', "bad-message"),
+    (b'{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}', "bad-weight"),
+    (b'{"messages": [{"role": "assistant", "content": "x", "weight": true}]}', "bad-weight"),
+    (b'{"messages": [{"role": "assistant", "content": "x", "weight": 0}]}', "no-answer"),
     (b'{"tools": [3], "messages": [{"role": "user", "content": "x"}]}', "bad-tools"),
     (b'{"messages": [{"role": "assistant", "tool_calls": [{"function": 3}]}]}', "chat-template"),
 ]

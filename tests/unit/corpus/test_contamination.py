@@ -18,6 +18,7 @@ from tests.tiers import first_few
 from etude.corpus import HeldOutIndex, HeldOutText
 from etude.corpus.contamination import embedded
 from etude.corpus.fim import SENTINELS
+from etude.corpus.tokens import Tokens
 
 ANSWER = '''
 def merge_intervals(intervals, gap=0):
@@ -139,7 +140,7 @@ def test_a_held_out_answer_is_found_in_comments_diffs_prompts_and_escaped_string
 @given(st.text(alphabet=st.sampled_from("\\n\"'#+>.*/ \nab{}"), max_size=200))
 def test_any_text_can_be_searched_for_embedded_code(index, text):
     assert index.find(text) is None
-    assert '"""' not in embedded(text)
+    assert '"""' not in embedded(text, Tokens.of(text))
 
 
 def test_one_function_of_a_long_held_out_file_is_found(index):

@@ -55,6 +55,10 @@ def planted(rng: random.Random) -> dict[str, str]:
         "env": f"DB_PASSWORD={some(rng, ALNUM + '!#+%', 12)}7a1",
         "yaml": f"  password: {some(rng, ALNUM, 10)}7a1  # of the test user",
         "yaml-key": f"api_key: {some(rng, ALNUM, 24)}7a1",
+        "secret-key": f"SECRET_KEY = 'django-insecure-{some(rng, ALNUM + '!@#$%^&*(-_=+)', 48)}a7'",
+        "secret-key-default": f'SECRET_KEY = env("SECRET_KEY", default="{some(rng, ALNUM + "!@#$%^&*(-_=+)", 48)}a7")',
+        "secret-in-url": f"curl 'https://api.internal/v1/rows?limit=3&api_key={some(rng, ALNUM, 24)}7a1&page=2'",
+        "log": f"info: password={some(rng, ALNUM, 12)}7a1",
         "ini": f"secret_key = {some(rng, ALNUM, 16)}7a1",
     }
 
@@ -82,6 +86,10 @@ def test_no_planted_secret_passes_and_it_is_redacted_wholly():
         "digest = 'e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855'",
         "see https://user:password@example.com/ and sk-learn",
         'SECRET_KEY = os.environ["SECRET_KEY"]',
+        "SECRET_KEY = '{{ cookiecutter.project_1.secret_key_of_django }}'",
+        "SECRET_KEY = '${SECRET_KEY_1_OF_THE_PRODUCTION_HOST}'",
+        "https://x/y?token=${TOKEN_1}&api_key=YOUR_API_KEY_12345678&key_token=page_token_number_1",
+        'url = f"https://x/y?access_token={token_number_1_of_this}"',
         'tokens = ["identifier_one", "identifier_two"]',
         "password: ${PASSWORD_2}\nDB_PASSWORD=changeme123\napi_key: your-api-key-123\npassword: str\ntoken: int64",
         'def login(password: str = "", token=TOKEN_2): pass\npassword = os.environ["PASSWORD_1"]',

@@ -162,7 +162,10 @@ def test_an_engine_that_must_serve_signed_weights_never_serves_those_of_its_chec
 
     async def serve() -> None:
         gateway = GatewayConfig(port=0)
-        async with model_of_checkpoint(source, public_key=SIGNER.public_key, gateway=gateway) as model:
+        told = list[str]()
+        serving = model_of_checkpoint(source, public_key=SIGNER.public_key, gateway=gateway, log=told.append)
+        async with serving as model:
+            assert f"starting the engine of {source.checkpoint}: it reads the weights; given up after" in told[0]
             assert isinstance(model.policy, Fleet)
             assert (await model.policy.engines["engine"].info()).version == published
 

@@ -108,6 +108,10 @@ def test_a_missing_directory_and_missing_weights_are_named(tmp_path: Path, saved
         ),
         (lambda c: c | {"rope_theta": 1.0, "rope_parameters": {"rope_type": "yarn"}}, "rope_theta = 1.0"),
         (lambda c: c | {"rope_parameters": {"rope_type": "yarn", "factor": 0}}, "factor = 0"),
+        (
+            lambda c: c | {"rope_parameters": {"rope_type": "yarn", "factor": 2, "llama_4_scaling_beta": 0.1}},
+            "llama_4_scaling_beta = 0.1 is not supported with rope_type = 'yarn'",
+        ),
         (lambda c: c | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (
             lambda c: c | {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]},
