@@ -45,7 +45,8 @@ def heldout_texts(config: HeldOutConfig) -> Iterator[HeldOutText]:
 
 
 def _source(tasks: str | Plugin, seed: int) -> TaskSource:
-    from etude.tasks import SOURCES, open_source
+    from etude.tasks import open_source
+    from etude.tasks.config import SOURCES
 
     tasks = named(tasks, SOURCES)
     if isinstance(tasks, Plugin):

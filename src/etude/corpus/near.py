@@ -37,7 +37,8 @@ def shingles(text: str) -> U64:
 def shingles_of(tokens: Tokens) -> U64:
     """Return the hashes of the distinct 5-grams of tokens, sorted: [S]."""
     hashes = np.sort(rolling(tokens.hashes_T, SHINGLE))
-    return hashes[np.diff(hashes, prepend=~hashes[:1]) != 0]
+    distinct: U64 = hashes[np.diff(hashes, prepend=~hashes[:1]) != 0]
+    return distinct
 
 
 def signature(shingle_hashes: U64) -> Signatures:
