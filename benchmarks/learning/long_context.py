@@ -59,9 +59,10 @@ from etude.harness.tokenizer import SafeTokenizer
 from etude.loop.config import RunConfig
 from etude.models import ModelConfig, Transformer, load_model, save_model
 from etude.models.checkpoint import copy_assets
+from etude.models.components import ClampedSwiglu
 from etude.tasks.corpus import code_documents
 from etude.training import train_tokenizer
-from etude.training.config import LossTokens, MidTrainingPhase
+from etude.training.config import LossTokens, MidTrainingPhase, OptimizerKind
 from etude.training.mid_training import Job, TextTraining, begin
 from etude.training.process_group import SINGLE_PROCESS
 
@@ -74,16 +75,17 @@ BETWEEN = (100, 350, 600, 870)
 WITHOUT = "without the definition"
 FUNCTIONS = 4
 """Functions that the text of a question defines."""
-TOKENS = {"short": 800_000, "long": 200_000, "chats": 30_000}
+TOKENS = {"again": 350_000, "short": 200_000, "long": 110_000, "chats": 15_000}
 MIXES = {
+    "again": {"again": 1},
     "short": {"code": 1, "library": 1, "near": 6},
     "long": {"code": 1, "library": 1, "near": 2, "far": 5},
     "chats": {"chats": 1},
 }
-COUNTS = {"code": 4_000, "near": 2_800, "far": 130, "chats": 80}
+COUNTS = {"code": 800, "again": 5_600, "near": 900, "far": 80, "chats": 40}
 """Texts that are made; a phase repeats them where it has more tokens."""
-LRS = {"short": 3e-3, "long": 1e-3, "chats": 2e-4}
-FILES = 25
+LRS = {"again": 8e-3, "short": 6e-3, "long": 3e-3, "chats": 5e-4}
+FILES = 12
 """Files of the standard library to train on."""
 NEVER = 10**9
 ARGUMENTS = ("a, b", "x, y", "m, n", "p, q", "u, v", "n", "xs", "s")
@@ -150,21 +152,22 @@ class Texts:
     def __init__(self, lines: Sequence[str]) -> None:
         self.lines = lines
 
+    def again(self, draw: random.Random) -> str:
+        """Make a short text: up to three functions, and the same ones once or twice more, in other orders."""
+        shown = [one.text for one in functions(draw, draw.randint(1, 3))]
+        return "".join("".join(draw.sample(shown, len(shown))) for _ in range(draw.randint(2, 3)))
+
     def near(self, draw: random.Random) -> str:
         """Make a text of the first phase: functions, and the same ones in other orders until it has 560 characters.
 
-        A fifth has each function twice in a row; half of the rest has lines of files between."""
+        Half of the texts have lines of files between."""
         shown = [one.text for one in functions(draw, draw.randint(2, 5))]
-        if draw.random() < 0.2:
-            return "".join(text for text in shown for _ in range(2)) * 2
-        between = (
-            (lambda: "".join(filler(self.lines, draw, draw.choice((60, 150, 300))))) if draw.random() < 0.5 else str
-        )
-        found = [*shown, between()]
+        between = (60, 150, 300) if draw.random() < 0.5 else (0,)
+        found = ["".join(shown), *filler(self.lines, draw, draw.choice(between))]
         while sum(map(len, found)) < 560:
             found += draw.sample(shown, len(shown))
             if draw.random() < 0.3:
-                found.append(between())
+                found += filler(self.lines, draw, draw.choice(between))
         return "".join(found)
 
     def far(self, draw: random.Random) -> str:
@@ -249,6 +252,7 @@ def write_corpus(folder: Path, base: Path, made: Texts, seed: int) -> Corpus:
         shutil.copy(path, folder / "library" / path.name)
     rows: dict[str, Iterator[dict[str, Any]]] = {
         "code": ({"text": text} for text in _joined(code_documents(count=COUNTS["code"], seed=seed), 4)),
+        "again": ({"text": text} for text in _texts("again", seed, COUNTS["again"], made.again)),
         "near": ({"text": text} for text in _texts("near", seed, COUNTS["near"], made.near)),
         "far": ({"text": text} for text in _texts("far", seed, COUNTS["far"], made.far)),
         "chats": _texts("chats", seed, COUNTS["chats"], made.chat),
@@ -313,19 +317,21 @@ def measure(seed: int, questions: int) -> Row:
 
 def model() -> ModelConfig:
     """Return the example's model with a context of `SHORT` tokens."""
-    return replace(load(LAPTOP, RunConfig).model, context_tokens=SHORT)
+    own: dict[str, Any] = {"sliding_layers": (0,), "sliding_window": 4, "swiglu": ClampedSwiglu()}
+    return replace(load(LAPTOP, RunConfig).model, context_tokens=SHORT, family="gpt_oss", attention_bias=True, **own)
 
 
 def train(folder: Path, corpus: Corpus, base: Path, seed: int) -> dict[str, Path]:
     """Train the three phases as `mid_train` does, and keep the checkpoint at the end of each, by name."""
     phases = [
-        MidTrainingPhase("short", num_tokens=TOKENS["short"], batch_tokens=512),
+        MidTrainingPhase("again", num_tokens=TOKENS["again"], decay_from=1.0),
+        MidTrainingPhase("short", num_tokens=TOKENS["short"]),
         MidTrainingPhase("long", num_tokens=TOKENS["long"], document_tokens=LONG, rope_factor=float(FACTOR)),
         MidTrainingPhase("chats", num_tokens=TOKENS["chats"], document_tokens=LONG, loss=LossTokens.SAID),
     ]
     config = replace(
         load(LAPTOP, RunConfig).mid_training, corpus=corpus.folder, document_tokens=SHORT, batch_tokens=LONG,
-        heldout_documents=0, eval_every=NEVER, checkpoint_every=NEVER,
+        heldout_documents=0, optimizer=OptimizerKind.MUON, eval_every=NEVER, checkpoint_every=NEVER,
         phases=tuple(replace(one, lr=LRS[one.name]) for one in phases),
     )  # fmt: skip
     job = Job(config, model(), folder / "done", seed=seed, assets=base)
