@@ -159,7 +159,7 @@ class Texts:
         shown = [one.text for one in functions(draw, draw.randint(2, 5))]
         if draw.random() < 0.2:
             return "".join(text for text in shown for _ in range(2)) * 2
-        between = (
+        between: Callable[[], str] = (
             (lambda: "".join(filler(self.lines, draw, draw.choice((60, 150, 300))))) if draw.random() < 0.5 else str
         )
         found = [*shown, between()]
