@@ -1,43 +1,39 @@
-"""Three phases of mid-training: short texts, longer ones with YaRN, chats. What does each do to retrieval and loss?
+"""Three phases of mid-training: 256 tokens, 1,024 tokens with YaRN, chats. What does each do to retrieval and loss?
 
-The laptop example's model after its own mid-training (its context is 512 tokens) trains on one corpus of
-`etude corpus build` with three phases:
+A new model of the laptop example's sizes, with a context of 256 tokens, trains on one corpus of `etude corpus build`:
 
-- *short*: pieces of 512 tokens: generated functions, files of the standard library, texts that set names to values and
-  set them again;
-- *long*: pieces of 2,048 tokens with `rope_factor` 4, of which a part is short texts again, so that they are not
-  forgotten;
-- *chats*: supervised fine-tuning: short and long texts with a question about a value in them.
+- *short*: texts of up to 256 tokens: the product's own (generated functions, files of the standard library), and texts
+  in which functions are shown, and later shown again;
+- *long*: up to 1,024 tokens with `rope_factor` 4: such texts with lines of files between, and a share of short texts;
+- *chats*: supervised fine-tuning: the user shows a text with functions and asks for two of them.
 
-Measured as `etude base compare` does, after each phase. `retrieval`: a text sets four names (`set shop bonus rate gap`:
-a name of two words, a value of two words), and ends with one of the names; it is the share of texts whose value the
-model generates greedily, by tokens between the line that sets the name and the end. Names and values are random pairs
-of words, of which a fifth is in no text that was trained on; the text between is of held-out files. These questions are
-easier than those of `etude base compare` (`etude.evals.bases.retrieval`): the end is written as the line that set the
-name was, and a word is one token. `loss` is that of short held-out texts, in bits per byte. `yarn alone` is the model
-after the first phase with the config of the second: what YaRN gives without training.
+A function has a random name and a body that the name does not tell: `def tax_step(a, b):`, `return load_area(a, b)`.
+Names are pairs of 40 words, of which a fifth is in no text that was trained on; no word is twice in the names of a
+text.
 
-`python -m benchmarks.learning.long_context [--seeds 0 1 2] [--starts RUN …] [--questions 50]`
-Some five CPU minutes a seed, and five for the example's mid-training, if `--starts` does not name a run of the example
-for each seed. Seeds are kept as they end (`benchmarks.journal`).
+`retrieval` is the share of questions of which the model generates the body greedily. The text of a question begins with
+four functions that have the same arguments, goes on with lines of held-out files, and ends with the first line of one
+of the functions; all their names are held out. Questions are counted by tokens between the definition and the end.
+`without the definition` are the same texts without the function that is asked for. `loss` is that of short held-out
+texts of the product, in bits per byte. `yarn alone` is the model after the first phase with the config of the second.
+
+`python -m benchmarks.learning.long_context [--seeds 0 1 2] [--questions 25]`
+Some six CPU minutes a seed; seeds are kept as they end (`benchmarks.journal`).
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import itertools
 import json
 import os
 import random
-import re
 import resource
 import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +43,7 @@ import torch
 from benchmarks.journal import Journal, Row
 from benchmarks.learning import seeds as over_seeds
 from benchmarks.report import report
-from benchmarks.runs import ETUDE, LAPTOP, overrides
+from benchmarks.runs import LAPTOP
 from etude.config import build, load
 from etude.corpus import Corpus, CorpusConfig, build_corpus
 from etude.corpus.config import TokenizerConfig
@@ -56,125 +52,179 @@ from etude.corpus.encoding import read_tokenizer
 from etude.evals.bases import Candidate, Question, compare_bases
 from etude.evals.bases.comparison import plain
 from etude.evals.bases.scorer import TorchScorer
+from etude.harness import chat_template
+from etude.harness.chat import SPECIAL_TOKENS
 from etude.harness.template import stop_ids
 from etude.harness.tokenizer import SafeTokenizer
 from etude.loop.config import RunConfig
-from etude.models import Transformer, load_model, save_model
+from etude.models import ModelConfig, Transformer, load_model, save_model
 from etude.models.checkpoint import copy_assets
 from etude.tasks.corpus import code_documents
-from etude.training.config import LossTokens, MidTrainingPhase, OptimizerKind
+from etude.training import train_tokenizer
+from etude.training.config import LossTokens, MidTrainingPhase
 from etude.training.mid_training import Job, TextTraining, begin
 from etude.training.process_group import SINGLE_PROCESS
 
-SHORT, FACTOR = 512, 4
+SHORT, FACTOR = 256, 4
 LONG = SHORT * FACTOR
 END = "<|doc|>"
 HELDOUT_SEED = 10**6
-DISTANCES = (600, 1500, 2500, 3500)
-"""Bytes between a name that is set and the end: about 280, 750, 1,250 and 1,700 tokens of this tokenizer."""
-BUCKETS = (SHORT, 2 * SHORT, 3 * SHORT, LONG)
-"""Ends of the ranges of distances in tokens."""
-NAMES = 4
-"""Names that a text of a question sets."""
-TOKENS = {"short": 450_000, "long": 200_000, "chats": 30_000}
+BETWEEN = (100, 350, 600, 870)
+"""Tokens of lines of files in the text of a question."""
+WITHOUT = "without the definition"
+FUNCTIONS = 4
+"""Functions that the text of a question defines."""
+TOKENS = {"short": 800_000, "long": 200_000, "chats": 30_000}
 MIXES = {
-    "short": {"code": 1, "library": 1, "near": 8},
-    "long": {"code": 1, "library": 1, "near": 3, "far": 5},
+    "short": {"code": 1, "library": 1, "near": 6},
+    "long": {"code": 1, "library": 1, "near": 2, "far": 5},
     "chats": {"chats": 1},
 }
-LRS = {"short": 6e-3, "long": 2e-3, "chats": 5e-4}
+COUNTS = {"code": 4_000, "near": 2_800, "far": 130, "chats": 80}
+"""Texts that are made; a phase repeats them where it has more tokens."""
+LRS = {"short": 3e-3, "long": 1e-3, "chats": 2e-4}
+FILES = 25
+"""Files of the standard library to train on."""
 NEVER = 10**9
-ASKED = "What is {} set to?"
+ARGUMENTS = ("a, b", "x, y", "m, n", "p, q", "u, v", "n", "xs", "s")
+WORDS = (
+    "apply", "area", "bonus", "check", "code", "cost", "count", "data", "delta", "fill", "find", "gap", "grade",
+    "items", "join", "left", "level", "limit", "load", "mark", "name", "pick", "points", "price", "rank", "rate",
+    "right", "rows", "scale", "shift", "size", "split", "step", "tax", "text", "total", "trim", "value", "weigh",
+    "word",
+)  # fmt: skip
 
 
-class Settings:
-    """Writes texts that set names to values, between lines of files.
+@dataclass(frozen=True)
+class Function:
+    """A function of two lines: its first line, and its body."""
 
-    `words`: those of names and values. A fifth of their pairs is `heldout`."""
+    head: str
+    body: str
 
-    def __init__(self, words: Sequence[str], lines: Sequence[str], heldout_lines: Sequence[str]) -> None:
-        pairs = [" ".join(pair) for pair in itertools.permutations(words, 2)]
-        random.Random("pairs").shuffle(pairs)
-        self.heldout, self.trained = pairs[: len(pairs) // 5], pairs[len(pairs) // 5 :]
-        self.lines, self.heldout_lines = lines, heldout_lines
-
-    def drawn(self, draw: random.Random, count: int, *, heldout: bool = False) -> list[tuple[str, str]]:
-        """Draw names and values. No word is in two of them."""
-        found, used = list[str](), set[str]()
-        while len(found) < 2 * count:
-            pair = draw.choice(self.heldout if heldout else self.trained)
-            if used.isdisjoint(pair.split()):
-                used |= set(pair.split())
-                found.append(pair)
-        return list(zip(found[:count], found[count:], strict=True))
-
-    def text(self, draw: random.Random, *, names: int, again: int, chars: int) -> str:
-        """Make a text that sets `names` names, and some of them `again` times in all, between lines of `chars`."""
-        pairs, lines = self.drawn(draw, names), filler(self.lines, draw, chars)
-        kinds = ["new"] * (names - 1) + ["again"] * again + ["line"] * len(lines)
-        draw.shuffle(kinds)
-        known, unread = 0, iter(lines)
-        found = list[str]()
-        for kind in ["new", *kinds]:
-            if kind == "line":
-                found.append(next(unread))
-                continue
-            known += kind == "new"
-            found.append(line_of(*(pairs[known - 1] if kind == "new" else draw.choice(pairs[:known]))))
-        return "\n".join(found) + "\n"
-
-    def near(self, draw: random.Random) -> str:
-        """Make a text of the first phase: about `SHORT` tokens, half of them without other lines."""
-        names, chars = draw.randint(3, 8), draw.choice((0, 0, 0, 200, 400, 600))
-        return self.text(draw, names=names, again=(1900 - chars * 2) // 24 - names, chars=chars)
-
-    def far(self, draw: random.Random) -> str:
-        """Make a text of the second phase: about `LONG` tokens, many of them between a name and its next use."""
-        return self.text(draw, names=draw.randint(4, 8), again=draw.choice((10, 20, 40)), chars=3600)
-
-    def chat(self, draw: random.Random) -> dict[str, Any]:
-        """Make a chat about two settings of a text."""
-        pairs = self.drawn(draw, NAMES)
-        lines = filler(self.lines, draw, draw.choice((100, 600, 1600, 3000)))
-        for pair in pairs:
-            lines.insert(draw.randint(0, len(lines)), line_of(*pair))
-        first, second = draw.sample(pairs, 2)
-        asked = ["\n".join([*lines, "", ASKED.format(first[0])]), ASKED.format(second[0])]
-        messages = list[dict[str, str]]()
-        for question, pair in zip(asked, (first, second), strict=True):
-            messages.append({"role": "user", "content": question})
-            messages.append({"role": "assistant", "content": line_of(*pair)})
-        return {"messages": messages}
-
-    def question(self, draw: random.Random, distance: int) -> Question:
-        """Make a question whose name is set about `distance` bytes before the end, after another one."""
-        (name, value), before, *others = self.drawn(draw, NAMES, heldout=True)
-        lines = filler(self.heldout_lines, draw, distance)
-        for other in others:
-            lines.insert(draw.randint(0, len(lines)), line_of(*other))
-        context = "\n".join([line_of(*before), line_of(name, value), *lines, line_of(name)])
-        return Question("", context, (" " + value,), 0, name)
+    @property
+    def text(self) -> str:
+        return self.head + self.body
 
 
-def line_of(*pair: str) -> str:
-    """Return the line that sets a name to a value."""
-    return " ".join(["set", *pair])
+def _names() -> tuple[list[str], list[str]]:
+    names = ["_".join(pair) for pair in itertools.permutations(WORDS, 2)]
+    random.Random("names").shuffle(names)
+    return names[len(names) // 5 :], names[: len(names) // 5]
+
+
+TRAINED_NAMES, HELDOUT_NAMES = _names()
+
+
+def functions(draw: random.Random, count: int, names: Sequence[str] = TRAINED_NAMES) -> list[Function]:
+    """Make functions with equal arguments. Each returns a call of another name; no word is in two of the names."""
+    drawn, used, arguments = list[str](), set[str](), draw.choice(ARGUMENTS)
+    while len(drawn) < 2 * count:
+        name = draw.choice(names)
+        if used.isdisjoint(name.split("_")):
+            used |= set(name.split("_"))
+            drawn.append(name)
+    return [
+        Function(f"def {name}({arguments}):\n", f"    return {called}({arguments})\n")
+        for name, called in zip(drawn[:count], drawn[count:], strict=True)
+    ]
 
 
 def filler(lines: Sequence[str], draw: random.Random, chars: int) -> list[str]:
-    """Draw lines in order from a random place, of about `chars` characters."""
+    """Draw lines in order from a random place, of about `chars` characters, line ends included."""
     at, found = draw.randrange(len(lines)), list[str]()
     while chars > 0:
-        found.append(lines[at % len(lines)])
-        at, chars = at + 1, chars - len(found[-1]) - 1
+        found.append(lines[at % len(lines)] + "\n")
+        at, chars = at + 1, chars - len(found[-1])
     return found
 
 
-def words_of(tokenizer: SafeTokenizer, lines: Sequence[str]) -> list[str]:
-    """Return words of generated functions that are one token after a space, and that few lines of files have."""
-    texts = itertools.chain.from_iterable(re.findall("[a-z]{3,}", text) for text in code_documents(count=2000, seed=0))
-    common = collections.Counter(itertools.chain.from_iterable(re.findall("[a-z]+", line) for line in lines))
-    return [one for one in sorted(set(texts)) if common[one] < 400 and len(tokenizer.encode(" " + one)) == 1]
+def scattered(draw: random.Random, parts: Iterable[str], lines: list[str]) -> str:
+    """Put parts at random places between lines."""
+    for part in parts:
+        lines.insert(draw.randint(0, len(lines)), part)
+    return "".join(lines)
+
+
+class Texts:
+    """Makes texts to train on, from functions and `lines` of files."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self.lines = lines
+
+    def near(self, draw: random.Random) -> str:
+        """Make a text of the first phase: functions, and the same ones in other orders until it has 560 characters.
+
+        A fifth has each function twice in a row; half of the rest has lines of files between."""
+        shown = [one.text for one in functions(draw, draw.randint(2, 5))]
+        if draw.random() < 0.2:
+            return "".join(text for text in shown for _ in range(2)) * 2
+        between: Callable[[], str] = (
+            (lambda: "".join(filler(self.lines, draw, draw.choice((60, 150, 300))))) if draw.random() < 0.5 else str
+        )
+        found = [*shown, between()]
+        while sum(map(len, found)) < 560:
+            found += draw.sample(shown, len(shown))
+            if draw.random() < 0.3:
+                found.append(between())
+        return "".join(found)
+
+    def far(self, draw: random.Random) -> str:
+        """Make a text of the second phase: functions between lines of files, and the same ones in other orders."""
+        shown = [one.text for one in functions(draw, draw.randint(3, 6))]
+        found = scattered(draw, shown, filler(self.lines, draw, draw.choice((200, 600, 1000, 1500))))
+        while len(found) < 2200:
+            found += "".join(draw.sample(shown, len(shown)))
+            if draw.random() < 0.5:
+                found += "".join(filler(self.lines, draw, draw.choice((60, 200, 400))))
+        return found
+
+    def chat(self, draw: random.Random) -> dict[str, Any]:
+        """Make a chat in which the user asks for two functions of a text."""
+        made = functions(draw, FUNCTIONS)
+        text = scattered(draw, [one.text for one in made], filler(self.lines, draw, draw.choice((100, 400, 800, 1400))))
+        messages = list[dict[str, str]]()
+        for before, one in zip((text, ""), draw.sample(made, 2), strict=True):
+            name = one.head.split()[1].split("(")[0]
+            messages.append({"role": "user", "content": f"{before}What is {name}?"})
+            messages.append({"role": "assistant", "content": one.text})
+        return {"messages": messages}
+
+
+def questions_of(lines: Sequence[str], tokenizer: SafeTokenizer, count: int, seed: int) -> list[Question]:
+    """Make `count` questions for each of `BETWEEN`, and the same ones without the definition.
+
+    The four functions are at the start of the text. Kinds are ranges of tokens after the definition that is asked for.
+    """
+    found = []
+    for between, i in itertools.product(BETWEEN, range(count)):
+        draw = random.Random(f"question {HELDOUT_SEED + seed} {between} {i}")
+        made = functions(draw, FUNCTIONS, HELDOUT_NAMES)
+        asked = draw.randrange(FUNCTIONS)
+        head, body = made[asked].head, made[asked].body
+        last = f"{_lines_of(draw, lines, tokenizer, between)}{head}"
+        texts = [one.text for one in made]
+        distance = len(tokenizer.encode("".join(texts[asked + 1 :]) + last))
+        kind = next(f"{end - SHORT + 1} to {end} tokens" for end in range(SHORT, LONG + 1, SHORT) if distance <= end)
+        found.append(Question(kind, "".join(texts) + last, (body,), 0, head))
+        del texts[asked]
+        found.append(Question(f"{WITHOUT}, {kind}", "".join(texts) + last, (body,), 0, head))
+    return found
+
+
+def _lines_of(draw: random.Random, lines: Sequence[str], tokenizer: SafeTokenizer, tokens: int) -> str:
+    found, read = "", iter(filler(lines, draw, 20 * tokens))
+    while len(tokenizer.encode(found)) < tokens:
+        found += next(read)[:60].rstrip() + "\n"
+    return found
+
+
+def write_tokenizer(folder: Path, made: Texts, seed: int) -> Path:
+    """Train a tokenizer as the example does, on texts of the kinds that are trained on."""
+    files = [path.read_text() for path in library()[0][:FILES]]
+    texts = itertools.chain(code_documents(count=1500, seed=seed), files, _texts("near", seed, 400, made.near))
+    train_tokenizer(texts, folder, vocab_size=768, special_tokens=SPECIAL_TOKENS, chat_template=chat_template())
+    return folder
 
 
 def library() -> tuple[list[Path], list[Path]]:
@@ -194,20 +244,16 @@ def pieces(text: str, chars: int) -> Iterator[str]:
             part = ""
 
 
-def write_corpus(folder: Path, base: Path, made: Settings, seed: int) -> Corpus:
+def write_corpus(folder: Path, base: Path, made: Texts, seed: int) -> Corpus:
     """Write the sources, and build the corpus with its three phases."""
     (folder / "library").mkdir(parents=True)
-    for path in library()[0]:
+    for path in library()[0][:FILES]:
         shutil.copy(path, folder / "library" / path.name)
-
-    def texts(kind: str, count: int, make: Callable[[random.Random], str]) -> Iterator[dict[str, Any]]:
-        return ({"text": make(random.Random(f"{kind} {seed} {i}"))} for i in range(count))
-
-    rows = {
-        "code": ({"text": text} for text in _joined(code_documents(count=4_000, seed=seed), 6)),
-        "near": texts("near", 1_400, made.near),
-        "far": texts("far", 130, made.far),
-        "chats": (made.chat(random.Random(f"chats {seed} {i}")) for i in range(120)),
+    rows: dict[str, Iterator[dict[str, Any]]] = {
+        "code": ({"text": text} for text in _joined(code_documents(count=COUNTS["code"], seed=seed), 4)),
+        "near": ({"text": text} for text in _texts("near", seed, COUNTS["near"], made.near)),
+        "far": ({"text": text} for text in _texts("far", seed, COUNTS["far"], made.far)),
+        "chats": _texts("chats", seed, COUNTS["chats"], made.chat),
     }
     for name, lines in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
@@ -226,58 +272,38 @@ def write_corpus(folder: Path, base: Path, made: Settings, seed: int) -> Corpus:
     return build_corpus(build(CorpusConfig, config), folder / "out")
 
 
+def _texts(kind: str, seed: int, count: int, make: Callable[[random.Random], Any]) -> Iterator[Any]:
+    return (make(random.Random(f"{kind} {seed} {i}")) for i in range(count))
+
+
 def _joined(texts: Iterator[str], count: int) -> Iterator[str]:
     while part := list(itertools.islice(texts, count)):
         yield "".join(part)
 
 
-def questions_of(made: Settings, tokenizer: SafeTokenizer, count: int, seed: int) -> list[Question]:
-    """Make `count` questions for each of `DISTANCES`, named by their distance in tokens.
-
-    A text that does not fit into the long context is left out."""
-    found = []
-    for distance, i in itertools.product(DISTANCES, range(count)):
-        one = made.question(random.Random(f"question {HELDOUT_SEED + seed} {distance} {i}"), distance)
-        after = len(tokenizer.encode(one.context.split("\n", 2)[2]))
-        if len(tokenizer.encode(one.context + one.options[0])) < LONG:
-            low, high = next((a + 1, b) for a, b in itertools.pairwise((0, *BUCKETS)) if after <= b)
-            found.append(replace(one, kind=f"{low} to {high} tokens"))
-    return found
-
-
 def short_texts(tokenizer: SafeTokenizer, seed: int) -> list[Document]:
     """Return held-out texts of less than `SHORT` tokens: generated functions, and pieces of held-out files."""
-    found = list(_joined(code_documents(count=600, seed=HELDOUT_SEED + seed), 6))
+    found = list(_joined(code_documents(count=400, seed=HELDOUT_SEED + seed), 4))
     for path in library()[1]:
-        found += itertools.islice(pieces(path.read_text(), 700), 6)
+        found += itertools.islice(pieces(path.read_text(), 300), 6)
     return [Document(str(i), text) for i, text in enumerate(found) if len(tokenizer.encode(text)) < SHORT]
 
 
-def mid_trained(seed: int) -> Path:
-    """Run the example's mid-training from a seed; gone on with where that was broken off. Returns the run's folder."""
-    run = Path("runs") / f"long-context-{seed}"
-    settings = [f"seed={seed}", f"tasks.seed={seed}", "rl.steps=0", "evals.heldout_tasks=8", "evals.transfer_tasks=0"]
-    argv = [*ETUDE, "run", str(LAPTOP), *overrides([*settings, "evals.baseline_tasks=1"])]
-    argv += ["--resume", str(run)] if (run / "run.json").is_file() else ["--name", run.name]
-    if subprocess.run(argv, stdout=sys.stderr).returncode:
-        raise SystemExit(f"{' '.join(argv)} failed; see {run}/logs")
-    return run
-
-
-def measure(seed: int, questions: int, start: Path | None) -> Row:
+def measure(seed: int, questions: int) -> Row:
     """Train in three phases, and measure after each."""
-    base = (start or mid_trained(seed)) / "checkpoints" / "mid"
     before = resource.getrusage(resource.RUSAGE_SELF)
     with tempfile.TemporaryDirectory() as name:
-        folder, tokenizer = Path(name), read_tokenizer(TokenizerConfig(base, END))[0]
+        folder = Path(name)
         lines, heldout = ([line for path in paths for line in path.read_text().splitlines()] for paths in library())
-        made = Settings(words_of(tokenizer, lines), lines, heldout)
-        found, texts = questions_of(made, tokenizer, questions, seed), short_texts(tokenizer, seed)
+        made = Texts(lines)
+        base = write_tokenizer(folder / "base", made, seed)
+        tokenizer = read_tokenizer(TokenizerConfig(base, END))[0]
+        found, texts = questions_of(heldout, tokenizer, questions, seed), short_texts(tokenizer, seed)
         corpus = write_corpus(folder / "corpus", base, made, seed)
-        trained = {"start": base, **train(folder, corpus, base, seed)}
+        trained = train(folder, corpus, base, seed)
         results, apart = compare_bases([candidate(*one, base) for one in trained.items()], texts, found)
     after = resource.getrusage(resource.RUSAGE_SELF)
-    kinds = sorted({one.kind for one in found}, key=lambda kind: int(kind.split()[0]))
+    kinds = sorted({one.kind for one in found}, key=lambda kind: (kind.startswith(WITHOUT), len(kind), kind))
     return {
         "tokens": {phase.name: phase.tokens for phase in corpus.manifest.phases},
         "num_questions": {kind: sum(one.kind == kind for one in found) for kind in kinds},
@@ -287,36 +313,41 @@ def measure(seed: int, questions: int, start: Path | None) -> Row:
     }
 
 
+def model() -> ModelConfig:
+    """Return the example's model with a context of `SHORT` tokens."""
+    return replace(load(LAPTOP, RunConfig).model, context_tokens=SHORT)
+
+
 def train(folder: Path, corpus: Corpus, base: Path, seed: int) -> dict[str, Path]:
     """Train the three phases as `mid_train` does, and keep the checkpoint at the end of each, by name."""
-    example = load(LAPTOP, RunConfig)
     phases = [
-        MidTrainingPhase("short", num_tokens=TOKENS["short"], batch_tokens=SHORT),
+        MidTrainingPhase("short", num_tokens=TOKENS["short"], batch_tokens=512),
         MidTrainingPhase("long", num_tokens=TOKENS["long"], document_tokens=LONG, rope_factor=float(FACTOR)),
         MidTrainingPhase("chats", num_tokens=TOKENS["chats"], document_tokens=LONG, loss=LossTokens.SAID),
     ]
     config = replace(
-        example.mid_training, corpus=corpus.folder, document_tokens=SHORT, batch_tokens=LONG, heldout_documents=0,
-        eval_every=NEVER, checkpoint_every=NEVER, optimizer=OptimizerKind.MUON,
+        load(LAPTOP, RunConfig).mid_training, corpus=corpus.folder, document_tokens=SHORT, batch_tokens=LONG,
+        heldout_documents=0, eval_every=NEVER, checkpoint_every=NEVER,
         phases=tuple(replace(one, lr=LRS[one.name]) for one in phases),
     )  # fmt: skip
-    job = Job(config, example.model, folder / "done", seed=seed, start=base, assets=base)
+    job = Job(config, model(), folder / "done", seed=seed, assets=base)
     begin(job)
     run = TextTraining(job, SINGLE_PROCESS)
     ends = dict(zip([*run.first_steps[1:], len(run.batches)], LRS, strict=True))
-    found = dict[str, Path]()
+    found, losses = dict[str, Path](), list[float]()
     for _ in run.batches:
         run.train_step()
-        if run.step % 20 == 0:
-            print(
-                f"seed {seed}: step {run.step} of {len(run.batches)}, loss {run.loss:.3f}", file=sys.stderr, flush=True
-            )
+        losses.append(run.loss)
+        if run.step % 50 == 0 or run.step in ends:
+            mean = sum(losses) / len(losses)
+            print(f"seed {seed}: step {run.step} of {len(run.batches)}, loss {mean:.3f}", file=sys.stderr, flush=True)
+            losses.clear()
         if run.step in ends:
             found[ends[run.step]] = out = folder / ends[run.step]
             out.mkdir()
             run.core.trainable.write_model(out)
             copy_assets(base, out)
-    stretched = Transformer(example.model.extended(FACTOR))
+    stretched = Transformer(job.model.extended(FACTOR))
     stretched.load_state_dict(load_model(found["short"]).state_dict(), strict=False)
     save_model(stretched, folder / "yarn", dtype="f32", assets=base)
     return {"short": found["short"], "yarn alone": folder / "yarn", "long": found["long"], "chats": found["chats"]}
@@ -355,16 +386,15 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--questions", type=int, default=50, help="for each distance")
-    parser.add_argument("--starts", type=Path, nargs="*", default=[], help="runs of the example, one for each seed")
+    parser.add_argument("--questions", type=int, default=25, help="for each distance")
     parser.add_argument("--fresh", action="store_true", help="measure again what was measured")
     args = parser.parse_args()
     torch.set_num_threads(1)
     journal, rows = Journal("long_context", fresh=args.fresh), []
-    for seed, start in itertools.zip_longest(args.seeds, args.starts[: len(args.seeds)]):
+    for seed in args.seeds:
         key = {"seed": seed, "questions": args.questions}
-        rows.append({"seed": seed, **journal.once(key, partial(measure, **key, start=start))})
-    facts = {"short": SHORT, "factor": FACTOR, "mixes": MIXES, "tokens": TOKENS, "lrs": LRS, "optimizer": "muon"}
+        rows.append({"seed": seed, **journal.once(key, partial(measure, **key))})
+    facts = {"short": SHORT, "factor": FACTOR, "mixes": MIXES, "tokens": TOKENS, "lrs": LRS}
     report("long_context", {**facts, "over_seeds": summary(rows), "rows": rows})
 
 
