@@ -11,6 +11,7 @@
 //!   as they lie in memory, while the next four are fetched. For more rows, panels.
 
 use crate::vector::{LANES, Set, Vector, compiled, fetch};
+use std::mem::MaybeUninit;
 
 /// Largest number of inputs of a block: a panel of 32 outputs then has 24 KiB.
 pub const MAX_BLOCK: usize = 192;
@@ -19,7 +20,7 @@ pub const ANY_ORDER: usize = 0;
 /// Outputs of a panel.
 const WIDTH: usize = 2 * LANES;
 /// Most rows that are multiplied without a panel in the fastest order.
-const MOST_DOTS: usize = 32;
+const MOST_DOTS: usize = 64;
 
 /// Rows `x`, sorted by group, and a matrix for each group: `out` = x · weightᵀ for the rows of each group.
 ///
@@ -62,11 +63,11 @@ compiled!(products_with, all_products, RawProduct);
 
 /// Weights of 32 outputs, the outputs of one input side by side.
 #[repr(align(64))]
-pub struct Panel([f32; MAX_BLOCK * WIDTH]);
+pub struct Panel([MaybeUninit<f32>; MAX_BLOCK * WIDTH]);
 
 impl Panel {
-    pub fn new() -> Box<Self> {
-        Box::new(Panel([0.0; MAX_BLOCK * WIDTH]))
+    pub fn new() -> Self {
+        Panel([MaybeUninit::uninit(); MAX_BLOCK * WIDTH])
     }
 }
 
@@ -184,7 +185,7 @@ unsafe fn one<V: Products>(sizes: Sizes, group: Group, panel: &mut Panel) {
             let (len, from) = (block.min(inner - input), group.weight.wrapping_add(output * stride + input));
             let part = Group {
                 x: group.x.wrapping_add(input),
-                weight: panel.0.as_ptr(),
+                weight: panel.0.as_ptr().cast(),
                 out: group.out.wrapping_add(output),
                 ..group
             };
@@ -199,7 +200,7 @@ unsafe fn one<V: Products>(sizes: Sizes, group: Group, panel: &mut Panel) {
 /// Write `outputs` outputs of `len` inputs into the panel.
 #[inline(always)]
 unsafe fn turn<V: Vector>(from: *const f32, stride: usize, (outputs, len): (usize, usize), panel: &mut Panel) {
-    let to = panel.0.as_mut_ptr();
+    let to: *mut f32 = panel.0.as_mut_ptr().cast();
     for part in (0..outputs).step_by(V::LANES) {
         for k in (0..len).step_by(V::LANES) {
             let square = from.wrapping_add(part * stride + k);
@@ -308,46 +309,58 @@ unsafe fn dots<V: Vector>(sizes: Sizes, group: Group) {
     for output in (0..sizes.outer).step_by(FOUR) {
         let (weight, out) = (group.weight.wrapping_add(output * sizes.stride), group.out.wrapping_add(output));
         let mut left = Group { weight, out, ..group };
+        let mut next = 0; // of the four outputs to be fetched
         while left.rows > 0 {
-            let rows = left.rows.div_ceil(left.rows.div_ceil(V::DOT_ROWS));
-            let first = left.rows == group.rows;
+            let passes = left.rows.div_ceil(V::DOT_ROWS);
+            let rows = left.rows.div_ceil(passes);
+            let ahead = (FOUR - next).div_ceil(passes);
+            let from = (next + FOUR) * sizes.stride;
             unsafe {
-                match (rows, first) {
-                    (1, true) => some_dots::<V, 1, true>(sizes, left),
-                    (2, true) => some_dots::<V, 2, true>(sizes, left),
-                    (3, true) => some_dots::<V, 3, true>(sizes, left),
-                    (4, true) => some_dots::<V, 4, true>(sizes, left),
-                    (_, true) => some_dots::<V, 5, true>(sizes, left),
-                    (1, _) => some_dots::<V, 1, false>(sizes, left),
-                    (2, _) => some_dots::<V, 2, false>(sizes, left),
-                    (3, _) => some_dots::<V, 3, false>(sizes, left),
-                    (4, _) => some_dots::<V, 4, false>(sizes, left),
-                    _ => some_dots::<V, 5, false>(sizes, left),
+                match rows {
+                    1 => fetching::<V, 1>(sizes, left, ahead, from),
+                    2 => fetching::<V, 2>(sizes, left, ahead, from),
+                    3 => fetching::<V, 3>(sizes, left, ahead, from),
+                    4 => fetching::<V, 4>(sizes, left, ahead, from),
+                    _ => fetching::<V, 5>(sizes, left, ahead, from),
                 }
             }
+            next += ahead;
             left = left.after(rows, (sizes.inner, sizes.outer));
         }
     }
 }
 
-/// Multiply `R` rows by four outputs. `AHEAD`: fetch the next four.
 #[inline(always)]
-unsafe fn some_dots<V: Vector, const R: usize, const AHEAD: bool>(sizes: Sizes, group: Group) {
+unsafe fn fetching<V: Vector, const R: usize>(sizes: Sizes, group: Group, ahead: usize, from: usize) {
     if R > V::DOT_ROWS {
         return; // not called
     }
     unsafe {
+        match ahead {
+            0 => some_dots::<V, R, 0>(sizes, group, from),
+            1 => some_dots::<V, R, 1>(sizes, group, from),
+            2 => some_dots::<V, R, 2>(sizes, group, from),
+            _ => some_dots::<V, R, FOUR>(sizes, group, from),
+        }
+    }
+}
+
+/// Multiply `R` rows by four outputs, and fetch the weights of `AHEAD` others, which begin at `from`.
+#[inline(always)]
+unsafe fn some_dots<V: Vector, const R: usize, const AHEAD: usize>(sizes: Sizes, group: Group, from: usize) {
+    unsafe {
         let mut sums = [[V::all(0.0); FOUR]; R];
-        for k in (0..sizes.inner).step_by(V::LANES) {
-            let mut x = [V::all(0.0); R];
-            x.iter_mut().enumerate().for_each(|(r, x)| *x = V::load(group.x.add(r * sizes.inner + k)));
-            for o in 0..FOUR {
-                let from = group.weight.wrapping_add(o * sizes.stride + k);
-                if AHEAD && k.is_multiple_of(LANES) {
-                    fetch(from.wrapping_add(FOUR * sizes.stride));
+        for line in (0..sizes.inner).step_by(LANES) {
+            for o in 0..AHEAD {
+                fetch(group.weight.wrapping_add(from + o * sizes.stride + line));
+            }
+            for k in (line..line + LANES).step_by(V::LANES) {
+                let mut x = [V::all(0.0); R];
+                x.iter_mut().enumerate().for_each(|(r, x)| *x = V::load(group.x.add(r * sizes.inner + k)));
+                for o in 0..FOUR {
+                    let w = V::load(group.weight.wrapping_add(o * sizes.stride + k));
+                    sums.iter_mut().zip(x).for_each(|(sums, x)| sums[o] = x.times_plus(w, sums[o]));
                 }
-                let w = V::load(from);
-                sums.iter_mut().zip(x).for_each(|(sums, x)| sums[o] = x.times_plus(w, sums[o]));
             }
         }
         for (r, sums) in sums.into_iter().enumerate() {
