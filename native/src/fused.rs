@@ -132,7 +132,7 @@ unsafe fn all_experts<V: Products>(r: &RawExperts) -> bool {
     let (x, h, all) = (x.as_mut_ptr(), h.as_mut_ptr(), all.as_mut_ptr());
     let first = Sizes { inner: width, outer: 2 * inner, block: r.block_in as usize, stride: width };
     let second = Sizes { inner, outer: width, block: r.block_down as usize, stride: inner };
-    let mut panel = Panel::new();
+    let mut panel = Panel::default();
     for expert in 0..count {
         let own = &order[starts[expert]..starts[expert + 1]];
         if own.is_empty() {
@@ -185,7 +185,7 @@ unsafe fn gated<V: Vector>(h: *const f32, out: *mut f32, num: usize) {
 unsafe fn attend<V: Products>(r: &RawAttention) -> bool {
     let (heads, group, length) = (r.heads as usize, r.group as usize, r.length as usize);
     let (keys_width, values_width) = (r.key_width as usize, r.value_width as usize);
-    let (mut panel, mut scores) = (Panel::new(), room(group * length));
+    let (mut panel, mut scores) = (Panel::default(), room(group * length));
     let (scores, mut totals) = (scores.as_mut_ptr(), vec![0.0; group]);
     for token in 0..r.num as usize {
         let (slot, count) = unsafe { (*r.slots.add(token) as usize, *r.counts.add(token) as usize) };

@@ -65,8 +65,8 @@ compiled!(products_with, all_products, RawProduct);
 #[repr(align(64))]
 pub struct Panel([MaybeUninit<f32>; MAX_BLOCK * WIDTH]);
 
-impl Panel {
-    pub fn new() -> Self {
+impl Default for Panel {
+    fn default() -> Self {
         Panel([MaybeUninit::uninit(); MAX_BLOCK * WIDTH])
     }
 }
@@ -148,7 +148,7 @@ mod x86 {
 
 #[inline(always)]
 unsafe fn all_products<V: Products>(product: &RawProduct) -> bool {
-    let mut panel = Panel::new();
+    let mut panel = Panel::default();
     let sizes = Sizes {
         inner: product.in_size as usize,
         outer: product.out_size as usize,
