@@ -34,7 +34,7 @@ from etude.numerics.exact.options import AttentionOptions, Index
 from etude.numerics.operators import Operators
 
 FEW = 4  # fewer decoding rows are not worth a separate kernel call
-SHORT = 16  # rows of a chunk that are attended to one by one, where the operators have a kernel for that
+SHORT = 8  # rows of a chunk that are attended to one by one, where the operators have a kernel for that
 I64 = npt.NDArray[np.int64]
 
 
