@@ -312,12 +312,15 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path, help="vLLM's virtual environment")
     parser.add_argument("--vllm-modes", nargs="+", choices=VLLM_MODES, default=VLLM_MODES)
     parser.add_argument("--install", action="store_true", help="make that environment, and nothing else")
+    parser.add_argument("--no-transformers", action="store_true", help="leave out transformers; needs --no-compile")
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile, which takes a minute a row")
     parser.add_argument("--fresh", action="store_true", help="measure again what was measured before")
     args = parser.parse_args()
     python = make_environment(args.vllm) if args.vllm else None
     if args.install:
         return
+    if args.no_transformers and not args.no_compile:
+        parser.error("--no-transformers leaves nothing to compile: give --no-compile, too")
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     batches, journal, rows = [int(b) for b in args.batches.split(",")], Journal("engine", fresh=args.fresh), []
@@ -326,11 +329,12 @@ def main() -> None:
         for batch in batches:
             key = {"model": model, "batch": batch, "repeats": args.repeats, "compiled": not args.no_compile}
             key |= {"dtypes": args.dtypes, "vllm": args.vllm_modes if python else []}
+            key |= {"transformers": False} if args.no_transformers else {}
 
             def row(batch: int = batch, model: str = model, peers: list[Vllm] = peers) -> dict[str, Any]:
                 if python and not peers:
                     peers += [Vllm(python, model, batches, *way) for way in product(args.dtypes, args.vllm_modes)]
-                ways = ways_for(batch, args.dtypes)
+                ways = () if args.no_transformers else ways_for(batch, args.dtypes)
                 return measure(model, batch, args.repeats, ways, not args.no_compile, peers)
 
             rows.append(against({"model": model, "batch": batch, **journal.once(key, row)}))

@@ -18,3 +18,4 @@ pub mod scan;
 pub mod scatter;
 pub mod threads;
 pub mod tile;
+pub mod vector;

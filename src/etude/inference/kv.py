@@ -34,6 +34,7 @@ from etude.numerics.exact.options import AttentionOptions, Index
 from etude.numerics.operators import Operators
 
 FEW = 4  # fewer decoding rows are not worth a separate kernel call
+SHORT = 8  # rows of a chunk that are attended to one by one, where the operators have a kernel for that
 I64 = npt.NDArray[np.int64]
 
 
@@ -247,30 +248,35 @@ class StepCache:
             options = self._with_kept_keys(options, options.index, layer)
         q_NGRA = q_NHA.view(n, kv.heads, kv.group, a)
         o_NGRB = q_NGRA.new_empty(*q_NGRA.shape[:3], values.shape[-1])
-        self._attend_decoded(keys, values, q_NGRA, o_NGRB, scale, options)
-        if self.chunks:
+        num = self._attend_alone(keys, values, q_NGRA, o_NGRB, scale) if options is None else 0
+        if self.num_decode and not num:
+            for group in self._decode:
+                group.attend(keys, values, q_NGRA, o_NGRB, scale, options)
+        if self.chunks and num < n:
             self._attend_chunks(keys, values, q_NGRA[self.num_decode :], o_NGRB[self.num_decode :], scale, options)
         return o_NGRB.view(n, h, values.shape[-1])[..., : kv.value_width].to(dtype)
 
-    def _attend_decoded(
+    def _attend_alone(
         self,
         keys: torch.Tensor,
         values: torch.Tensor,
         q_NGRA: torch.Tensor,
         o_NGRB: torch.Tensor,
         scale: float | None,
-        options: AttentionOptions | None,
-    ) -> None:
-        """Attend for the decoding rows: by one kernel where the operators have it, or by windows."""
-        num, done = self.num_decode, None
-        if num and options is None:
-            places = (self.row_slots[:num], self.row_positions[:num] + 1)
-            done = self.kv.operators.attend_slots(q_NGRA[:num], keys, values, *places, scale)
-        if done is not None:
-            o_NGRB[:num] = done
-            return
-        for group in self._decode:
-            group.attend(keys, values, q_NGRA, o_NGRB, scale, options)
+    ) -> int:
+        """Attend for rows one by one, by one kernel where the operators have it: the decoding rows, and those of all
+        chunks where each is short. Returns the number of these rows; 0 without the kernel."""
+        num = self.num_decode
+        if all(chunk.num_rows <= SHORT for chunk in self.chunks):
+            num = len(self.row_slots)
+        if not num:
+            return 0
+        places = (self.row_slots[:num], self.row_positions[:num] + 1)
+        done = self.kv.operators.attend_slots(q_NGRA[:num], keys, values, *places, scale)
+        if done is None:
+            return 0
+        o_NGRB[:num] = done
+        return num
 
     def _with_kept_keys(self, options: AttentionOptions, index: Index, layer: int) -> AttentionOptions:
         """Store the step's keys of the indexer. Returns options whose index has the keys of all slots, [S, C, I]."""

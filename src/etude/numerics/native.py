@@ -17,7 +17,8 @@ from etude.numerics.exact import few_rows
 from etude.numerics.exact.options import AttentionOptions
 from etude.numerics.operators import Operators, PackedCausal
 
-_BLOCK = few_rows.MAX_BLOCK  # inputs in one chain of sums of the kernels for few rows
+CACHED = 1 << 16
+"""Weights that stay in a core's cache: packing them costs the vendor's GEMM less than a call of `few_rows`."""
 PART = 1 << 28
 """Numbers that are converted to float32 at a time: 1 GiB."""
 
@@ -26,8 +27,9 @@ class Native(Operators):
     """Operators that use the fastest kernel for each shape, so that a row's bits depend on the batch."""
 
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-        if few_rows.are_for(x_NI, weight_OI) and 0 < len(x_NI) <= few_rows.MOST_ROWS:
-            done = few_rows.products(x_NI, weight_OI, [len(x_NI)], min(_BLOCK, x_NI.shape[1]))
+        large = weight_OI.numel() > CACHED
+        if large and few_rows.are_for(x_NI, weight_OI) and 0 < len(x_NI) <= few_rows.MOST_ROWS:
+            done = few_rows.products(x_NI, weight_OI, [len(x_NI)], few_rows.ANY_ORDER)
             if done is not None:
                 return done
         return F.linear(x_NI, weight_OI.to(x_NI.dtype))
@@ -103,7 +105,7 @@ class Native(Operators):
         if grouped_experts.is_supported(x_ND, gate_up_E2FD, down_EDF):
             return grouped_experts.mix(x_ND, gates_NK, experts_NK, gate_up_E2FD, down_EDF)
         if few_rows.are_for(x_ND, gate_up_E2FD, down_EDF) and 0 < len(x_ND) <= few_rows.MOST_ROWS:
-            blocks = (min(_BLOCK, x_ND.shape[1]), min(_BLOCK, down_EDF.shape[-1]))
+            blocks = (few_rows.ANY_ORDER, few_rows.ANY_ORDER)
             return few_rows.experts(x_ND, gates_NK, experts_NK, gate_up_E2FD, down_EDF, blocks)
         if x_ND.device.type == "cuda" and find_spec("triton") is not None:  # for other dtypes and widths
             from etude.numerics.gpu import mix

@@ -286,10 +286,10 @@ class Operators(ABC):
         counts: npt.NDArray[np.int64],
         scale: float | None = None,
     ) -> torch.Tensor | None:
-        """Compute attention of one decoded token for each of N slots to the first keys of its slot, [N, G, R, B].
+        """Compute attention of N tokens, each to the first keys of its slot, [N, G, R, B].
 
-        `slots`, `counts`: [N], the slot of each token, and the number of keys that it sees. Returns None where it is
-        not available; then `inference.kv` calls attention with windows and masks."""
+        `slots`, `counts`: [N], the slot of each token, which may be that of others, and the number of keys that it
+        sees. Returns None where it is not available; then `inference.kv` calls attention with windows and masks."""
         return None
 
     def key_windows(self, heads: int, key_width: int) -> KeyWindows:

@@ -53,16 +53,17 @@ def test_the_same_bits_come_however_a_context_is_cut(cuts: list[int]) -> None:
 
 
 @torch.inference_mode()
-def test_native_decoding_attends_to_the_keys_of_each_slot() -> None:
+@pytest.mark.parametrize("length", [5, 20])
+def test_native_decoding_attends_to_the_keys_of_each_slot(length: int) -> None:
     kv, slots, lengths = KVCache(SIZES, Native(), num_slots=5, context_tokens=300), [0, 3, 4], [1, 64, 230]
     expected = [whole(kv, slot, n, seed=10 * slot)[-1] for slot, n in zip(slots, lengths, strict=True)]
     last = [torch.cat([rows(n, h, 10 * s + i)[-1:] for s, n in zip(slots, lengths, strict=True)])
             for i, h in enumerate((4, 2, 2))]  # fmt: skip
-    step = StepCache(kv, np.array(slots), np.array(lengths) - 1, [Span(1, 0, 20)])
-    chunk = [rows(20, h, 7 + i) for i, h in enumerate((4, 2, 2))]
+    step = StepCache(kv, np.array(slots), np.array(lengths) - 1, [Span(1, 0, length)])
+    chunk = [rows(length, h, 7 + i) for i, h in enumerate((4, 2, 2))]
     found = step.attend(0, *(torch.cat(pair) for pair in zip(last, chunk, strict=True)))
     assert torch.allclose(found[:3], torch.stack(expected), atol=1e-5)
-    assert torch.allclose(found[3:], whole(kv, 2, 20, seed=7), atol=1e-5)
+    assert torch.allclose(found[3:], whole(kv, 2, length, seed=7), atol=1e-5)
 
 
 @pytest.mark.parametrize("others", [[], [0, 1], [0, 5], [3], [0, 1, 3, 4, 5, 6, 7]])

@@ -25,7 +25,7 @@ def has_kernel() -> bool:
     return done is not None and torch.get_num_threads() == 1
 
 
-kernel = pytest.mark.skipif(not has_kernel(), reason="needs the native kernels, AVX-512 and OMP_NUM_THREADS=1")
+kernel = pytest.mark.skipif(not has_kernel(), reason="needs the native kernels, AVX2 or AVX-512, and OMP_NUM_THREADS=1")
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -84,16 +84,29 @@ def test_experts_by_one_kernel_have_the_bits_of_the_operators_one_by_one(width: 
 
 
 @kernel
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 9, 100])
 @torch.inference_mode()
-def test_native_experts_and_products_of_few_rows_are_right() -> None:
-    x, scores, gate_up, down = experts(9, 208, 48)
+def test_native_experts_of_few_tokens_are_right(num_tokens: int) -> None:
+    x, scores, gate_up, down = experts(num_tokens, 208, 48)
     choice = choose(scores, 2)
     expected = mix(x.double(), choice, gate_up.double(), down.double(), Native(torch.float64))
     found = Native().fused_experts(x, choice.gates_NK, choice.experts_NK, gate_up, down)
     assert found is not None
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-3)
-    exact = x.double() @ gate_up[0].double().T
-    torch.testing.assert_close(Native().linear(x, gate_up[0]).double(), exact, rtol=1e-4, atol=1e-3)
+
+
+@kernel
+@pytest.mark.parametrize(("out_size", "in_size"), [(16, 16), (48, 208), (336, 272)])
+@torch.inference_mode()
+def test_products_in_any_order_are_right(out_size: int, in_size: int) -> None:
+    weight = random(3, out_size, in_size + 16, seed=1)[..., :in_size]
+    for rows in (*([count, 0, 1] for count in range(1, 17)), [64, 65, 200]):
+        x = random(sum(rows), in_size)
+        parts = zip(x.double().split(rows), weight.double(), strict=True)
+        found = few_rows.products(x, weight, rows, few_rows.ANY_ORDER)
+        assert found is not None
+        torch.testing.assert_close(found.double(), torch.cat([x @ w.T for x, w in parts]), rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(Native().linear(x, weight[0]), x @ weight[0].T, rtol=1e-4, atol=1e-3)
 
 
 @kernel
