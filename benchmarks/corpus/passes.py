@@ -47,8 +47,8 @@ from etude.corpus.filters import filtered, generated_problem, quality_problem
 from etude.corpus.fim import SENTINELS
 from etude.corpus.near import candidate_pairs, jaccard, near_duplicates, shingles, shingles_of, signature
 from etude.corpus.pieces import normalised
-from etude.corpus.secrets import find_secrets
 from etude.corpus.tokens import Tokens
+from etude.secrets import find_secrets
 
 THRESHOLD = 0.8
 VARIANTS = 240

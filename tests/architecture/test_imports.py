@@ -29,6 +29,7 @@ SHARED = {
     "grammars",
     "prices",
     "sqlite_reading",
+    "secrets",
 }
 ALONE: dict[str, set[str]] = {
     # usable alone, and the siblings that it imports all the same
@@ -41,8 +42,8 @@ ALONE: dict[str, set[str]] = {
     "weights": set(),
     "gateway": {"capture"},
     "corpus": {"capture", "harness"},
-    "privacy": {"corpus", "capture", "harness"},
-    "signals": {"privacy", "corpus", "capture", "harness"},
+    "privacy": set(),
+    "signals": {"privacy"},
 }
 TORCH_FREE = {
     "records",

@@ -16,8 +16,8 @@ from etude.corpus.config import CorpusConfig, read_corpus_config
 from etude.corpus.contamination import HeldOutIndex, HeldOutText
 from etude.corpus.documents import DividedSource, Document, DocumentSource, Dropped
 from etude.corpus.heldout import WithHeldOut
-from etude.corpus.secrets import find_secrets
 from etude.corpus.shards import Corpus, Manifest, Shard, check_corpus
+from etude.secrets import find_secrets
 
 __all__ = [
     "Corpus",

@@ -11,7 +11,7 @@ import msgspec
 from etude.corpus.config import CorpusConfig, QualityConfig, Secrets
 from etude.corpus.documents import Document
 from etude.corpus.licences import UNKNOWN, header_licence, is_allowed
-from etude.corpus.secrets import find_secrets, redact
+from etude.secrets import find_secrets, redact
 
 _HEAD_CHARS = 2_048
 _GENERATED_PATH = re.compile(

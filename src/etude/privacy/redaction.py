@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from etude.corpus import find_secrets
+from etude.secrets import find_secrets
 
 _PATTERNS = (
     ("email", re.compile(r"[A-Za-z0-9._%+-]{1,64}@[A-Za-z0-9-]{1,63}(?:\.[A-Za-z0-9-]{1,63}){1,8}")),

@@ -12,7 +12,7 @@ from etude.corpus.config import CorpusConfig, QualityConfig, Secrets, SourceConf
 from etude.corpus.documents import Document
 from etude.corpus.filters import filtered, quality_problem
 from etude.corpus.licences import is_allowed, licence_of, nearest_licence
-from etude.corpus.secrets import REDACTED, find_secrets, redact
+from etude.secrets import REDACTED, find_secrets, redact
 
 CODE = "def area(width, height):\n    return width * height\n\n\ndef double(value):\n    return value + value\n"
 ALNUM = string.ascii_letters + string.digits
