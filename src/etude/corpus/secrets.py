@@ -131,7 +131,7 @@ def find_secrets(text: str) -> Iterator[tuple[str, int, int]]:
 
 
 def _assigned(text: str) -> Iterator[tuple[str, int, int]]:
-    """Yield (kind, start, stop) of each secret that is assigned to a name: quoted, unquoted, or in the query of a URL."""
+    """Yield (kind, start, stop) of each secret that is assigned to a name: quoted, unquoted, or in a URL's query."""
     found, in_urls = set[tuple[int, int]](), set[tuple[int, int]]()
     for at in _names(text):
         quoted, bare = _QUOTED.match(text, at), _BARE.match(text, at)

@@ -116,9 +116,9 @@ def attention(
     """Return the attention of N tokens, each to the first keys of its slot, float32 [N, G, R, B].
 
     `q_NGRA`, `keys_SGCA`, `values_SGCB`: float32 on the CPU. `slots`, `counts`: int64 [N], the slot of each token,
-    which several may share, and how many keys it sees, from 1 to C. `scale`: the factor of the scores before softmax; None:
-    1/√A. Returns None if A, B or C is not a multiple of `LANES`, keys or values are not contiguous, or the library or
-    both AVX2 and AVX-512 are missing."""
+    which several may share, and how many keys it sees, from 1 to C. `scale`: the factor of the scores before softmax;
+    None: 1/√A. Returns None if A, B or C is not a multiple of `LANES`, keys or values are not contiguous, or the
+    library or both AVX2 and AVX-512 are missing."""
     kernel, (n, heads, group, width) = _kernel("etude_attention"), q_NGRA.shape
     length, value_width = values_SGCB.shape[-2:]
     kept = keys_SGCA.is_contiguous() and values_SGCB.is_contiguous()
