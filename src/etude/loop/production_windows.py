@@ -172,7 +172,7 @@ class Windows:
             ready, rated, why = await self.storage(self._ready, time.time(), now_deployed)
             if not why:
                 traces = await self.storage(self._read, ready)
-                with contextlib.suppress(SubjectErased):  # erased after it was read
+                with contextlib.suppress(SubjectErased):  # after it was read
                     if len(traces) == len(ready):
                         return await self._admit(ready, traces, rated, now_deployed)
                 why = "an answer was erased meanwhile; the window is formed again"
