@@ -140,7 +140,7 @@ def filler(lines: Sequence[str], draw: random.Random, chars: int) -> list[str]:
 
 
 def scattered(draw: random.Random, parts: Iterable[str], lines: list[str]) -> str:
-    """Put parts at random places between lines."""
+    """Return the text of `lines` with `parts` inserted at random places, in any order."""
     for part in parts:
         lines.insert(draw.randint(0, len(lines)), part)
     return "".join(lines)
@@ -153,9 +153,9 @@ class Texts:
         self.lines = lines
 
     def near(self, draw: random.Random) -> str:
-        """Make a text of the first phase: functions, and the same ones in other orders until it has 560 characters.
+        """Make a text of the first phase: functions, repeated in other orders until it has 560 characters.
 
-        A fifth has each function twice in a row; half of the rest has lines of files between."""
+        A fifth of the texts have each function twice in a row; half of the others have lines of files between them."""
         shown = [one.text for one in functions(draw, draw.randint(2, 5))]
         if draw.random() < 0.2:
             return "".join(text for text in shown for _ in range(2)) * 2
@@ -170,7 +170,7 @@ class Texts:
         return "".join(found)
 
     def far(self, draw: random.Random) -> str:
-        """Make a text of the second phase: functions between lines of files, and the same ones in other orders."""
+        """Make a text of the second phase: functions between lines of files, repeated until it has 2,200 characters."""
         shown = [one.text for one in functions(draw, draw.randint(3, 6))]
         found = scattered(draw, shown, filler(self.lines, draw, draw.choice((200, 600, 1000, 1500))))
         while len(found) < 2200:
@@ -192,9 +192,10 @@ class Texts:
 
 
 def questions_of(lines: Sequence[str], tokenizer: SafeTokenizer, count: int, seed: int) -> list[Question]:
-    """Make `count` questions for each of `BETWEEN`, and the same ones without the definition.
+    """Make `count` questions for each of `BETWEEN`, and each again without the definition that is asked for.
 
-    The four functions are at the start of the text. Kinds are ranges of tokens after the definition that is asked for.
+    The four functions are at the start of the text. A question's kind is the range in which the number of
+    tokens after that definition lies.
     """
     found = []
     for between, i in itertools.product(BETWEEN, range(count)):

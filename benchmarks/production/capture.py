@@ -9,7 +9,9 @@ are written by a thread beside them.
 - `wall_ms`: from the request to the answer, p50 and p99. With other work on the machine, p99 is mostly that.
 - `cpu_ms`: CPU time of the thread that serves, p50 and p99.
 - `added_cpu_us`: by how much the median of `cpu_ms` is above that of the gateway without capture.
-- `slow`: the writer waits for its disk all the time. `full`: the disk was filled after the first answer.
+- `slow`: after the first answer the writer waits for a lock, as it would for a disk that hangs. After 30 s capture
+  turns itself off, so later requests are measured without it. `full`: the disk is filled after the first answer, and
+  capture turns itself off at once.
 - `failed`: requests that were not answered with status 200.
 """
 
@@ -40,7 +42,7 @@ WARM_UP = 50
 
 
 def client_of(writer: CaptureWriter | None, answers: int) -> httpx.AsyncClient:
-    """A client of a gateway that captures by `writer`."""
+    """Return a client of a gateway that captures with `writer`; None: one that does not capture."""
     config = GatewayConfig(port=0)
     policy = StreamingPolicy(ScriptedEngine([said(TEXT)] * answers, context_tokens=4096))
     model = ServedModel(policy, qwen(), name=MODEL, context_tokens=4096, config=config)

@@ -152,7 +152,7 @@ class Clients:
 
 
 def _ask(http: httpx.Client, url: str, user: str, messages: list[dict[str, str]], turn: int) -> tuple[str, str]:
-    """Ask for TOKENS tokens. Return text and version of the answer. Raises `RuntimeError` for one that is not whole."""
+    """Ask for `TOKENS` tokens. Returns the answer's text and version. Raises `RuntimeError` if it is not whole."""
     body: dict[str, Any] = {"model": "product", "max_tokens": TOKENS, "logit_bias": {"1": -100}, "seed": turn}
     body |= {"messages": messages, "stream": bool(turn % 2)}
     answer = http.post(f"{url}/v1/chat/completions", json=body, headers={"x-etude-user": user})

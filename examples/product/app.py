@@ -131,7 +131,7 @@ async def _body(request: Request) -> bytes | None:
 
 
 async def _json(request: Request) -> dict[str, str] | None:
-    """Return wish, path and file of a request; None if they are missing, too long, or no texts."""
+    """Return wish, path and file of a request; None if one is missing, empty, too long or not valid text."""
     body = await _body(request)
     try:
         given = json.loads(body or b"")
@@ -142,7 +142,9 @@ async def _json(request: Request) -> dict[str, str] | None:
 
 
 def _is_text(value: object) -> bool:
-    """Whether a value is a text of valid length that has an encoding: JSON may name half a surrogate pair."""
+    """Return whether a value is a text of 1 to `MAX_CHARS` characters without half a surrogate pair.
+
+    JSON may have such halves, which UTF-8 cannot encode."""
     if not isinstance(value, str) or not 0 < len(value) <= MAX_CHARS:
         return False
     return not any("\ud800" <= char <= "\udfff" for char in value)

@@ -3,19 +3,19 @@
 //! A vendor's GEMM turns all weights into another layout before it multiplies, which costs several times as much as the
 //! product of a few rows. There are two ways here:
 //!
-//! - In the order of summation of a GEMM that cuts the inner width into blocks: 32 outputs at a time are turned in
-//!   registers, into a panel that stays in the first cache. Within a block each sum is one chain of fused multiply-adds from
+//! - In the order of summation of a GEMM that cuts the inner width into blocks: 32 outputs at a time are transposed in
+//!   registers, into a panel that stays in the L1 cache. Within a block each sum is one chain of fused multiply-adds from
 //!   0; blocks are added in order. So the bits of a row depend on that row and the weights alone, and the caller can measure
 //!   whether they are the vendor's.
-//! - In the fastest order: for few rows, sums along vectors of inputs. Four outputs are read at a time, once for all rows and
-//!   as they lie in memory, while the next four are fetched. For more rows, panels.
+//! - In the fastest order: up to `MOST_DOTS` rows, sums along vectors of inputs. Four outputs are read at a time, from
+//!   memory once for all rows and as they lie there, while the next four are prefetched. For more rows, panels.
 
 use crate::vector::{LANES, Set, Vector, compiled, fetch};
 use std::mem::MaybeUninit;
 
 /// Largest number of inputs of a block: a panel of 32 outputs then has 24 KiB.
 pub const MAX_BLOCK: usize = 192;
-/// Instead of a block: in the fastest order.
+/// A value for `block`: sums in the fastest order.
 pub const ANY_ORDER: usize = 0;
 /// Outputs of a panel.
 const WIDTH: usize = 2 * LANES;
@@ -42,8 +42,8 @@ pub struct RawProduct {
     pub block: u64,
 }
 
-/// Compute all products on this thread. Returns false, and writes nothing, where the machine has neither AVX-512 nor AVX2, or
-/// a size is no multiple of `LANES`, or the block too large.
+/// Compute all products on this thread. Returns false, and writes nothing, where the machine has neither AVX-512 nor
+/// AVX2, or a size is no multiple of `LANES`, or the block is too large.
 ///
 /// # Safety
 /// The product describes existing memory, and `out` is not read or written by others.

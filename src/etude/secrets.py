@@ -92,7 +92,7 @@ _NAME_PARTS = (
     "passw", "passphrase", "secret", "token", "apikey", "api_key", "accesskey", "access_key", "authkey", "auth_key",
     "privatekey", "private_key", "credential", "pwd", "accountkey", "account_key",
 )  # fmt: skip
-"""In lower case: how the names of secrets begin. `re` searches for values only behind these."""
+"""How names of secrets begin, in lower case. Patterns of assigned values are matched only there."""
 _QUOTED = re.compile(
     rf"(?i:{_NAMES})[\w.-]{{0,40}}[\"']?\]?\s{{0,4}}(?::=|=>|[:=])\s{{0,4}}[\"'](?P<value>[^\s\"'<>{{}}$%()]{{12,256}})[\"']"
 )
@@ -105,7 +105,7 @@ _BEFORE_QUERY = re.compile(r"[?&][\w-]{0,40}\Z")
 _BEFORE_BARE = re.compile(r"(?:^|\s)[\w.-]{0,60}\Z")
 _NAME = re.compile(r"(?:[A-Za-z]*\d{0,3}|v?\d+|0x[0-9a-fA-F]+)(?:[-_.:/@](?:[A-Za-z]*\d{0,3}|v?\d+))*")
 """A value that is a name, a version, a path or a number: its digits are at the ends of its words."""
-_BEFORE_CHARS = 62  # that `_BEFORE_BARE` may match, and one more
+_BEFORE_CHARS = 62  # before a name: at most 61 that `_BEFORE_BARE` matches, and one more
 _COMPILED = tuple((kind, anchors, re.compile(pattern)) for kind, anchors, pattern in _PATTERNS)
 _PLACEHOLDER = re.compile(
     r"(?i)example|placeholder|changeme|dummy|redacted|your[_-]|xxxx|\*\*\*|\.\.\.|0123456789|1234567890|^(?:password|passwd|"
@@ -131,7 +131,7 @@ def find_secrets(text: str) -> Iterator[tuple[str, int, int]]:
 
 
 def _assigned(text: str) -> Iterator[tuple[str, int, int]]:
-    """Yield the values that are assigned to names of secrets, with quotes, without, or in the query of a URL."""
+    """Yield (kind, start, stop) of each secret that is assigned to a name: quoted, unquoted, or in a URL's query."""
     found, in_urls = set[tuple[int, int]](), set[tuple[int, int]]()
     for at in _names(text):
         quoted, bare = _QUOTED.match(text, at), _BARE.match(text, at)
@@ -152,7 +152,7 @@ def _assigned(text: str) -> Iterator[tuple[str, int, int]]:
 
 
 def _names(text: str) -> Iterator[int]:
-    """Yield where names of secrets may begin."""
+    """Yield the places in a text where a name of secrets may begin, for one name after another."""
     lower = text.lower()
     if len(lower) != len(text):  # "İ" has two characters in lower case
         lower = "".join(char if len(char.lower()) > 1 else char.lower() for char in text)
@@ -181,7 +181,7 @@ def _is_secret(kind: str, value: str) -> bool:
 
 
 def _is_random(value: str) -> bool:
-    """Return whether a value in quotes is a secret."""
+    """Return whether a value in quotes or in a query looks random, and so is a secret."""
     return _is_mixed(value) and _bits(value) >= _MIN_BITS and not _PLACEHOLDER.search(value)
 
 

@@ -240,7 +240,7 @@ KINDS = ("its user allows less", "its organisation allows nothing", "it is erase
 def test_whenever_and_however_consent_is_withdrawn_before_the_commit_no_token_is_in_a_version(
     finished: Callable[[Path], Product], tmp_path: Path
 ) -> None:
-    """All moments between the captured answer and the commit, by all ways to withdraw."""
+    """Withdraws in each of `KINDS` at each of `MOMENTS`, between the captured answer and the commit."""
     product = finished(tmp_path)
     settings = dataclasses.replace(SETTINGS, max_wait_s=0.0, user_share=0.25, max_lag=256)
     now, withdrawn = "", dict[str, Callable[[], None]]()

@@ -48,8 +48,9 @@ class FeedbackSignals:
         self._costs: CostReader | None = None
 
     def values_of(self, answers: Sequence[Answer]) -> dict[Answer, Values]:
-        """Return the values of the signals about these answers that are kept under the level `train`, by answer and
-        name."""
+        """Return the values of the signals about these answers, by answer and name.
+
+        Signals that were kept under a lower level than `train` are left out."""
         found, wanted = dict[Answer, dict[str, list[float]]](), set(answers)
         response_ids = list(dict.fromkeys(response_id for response_id, _ in answers))
         for start in range(0, len(response_ids), _AT_ONCE):

@@ -134,8 +134,9 @@ def _print_uses(run: RunFolder, rollouts: Collection[str]) -> bool:
 
 
 def export(args: argparse.Namespace) -> int:
-    """Print what is kept of a subject as JSON lines: its records, its signals and its sessions. What cannot be read is
-    told on standard error. Warns if nothing was known of the subject.
+    """Print the records, signals and sessions that are kept of a subject, one line of JSON each.
+
+    Reports on standard error what cannot be read, and warns if nothing is known of the subject.
 
     Returns 0, or 1 when a record, a file or a session could not be read."""
     subject, unreadable, num = Subject.parse(args.subject), 0, 0
@@ -167,8 +168,9 @@ def export(args: argparse.Namespace) -> int:
 
 
 def _kept_in(path: Path, privacy: Path, names: SubjectDigests, *, redacted: bool) -> Iterator[dict[str, object]]:
-    """Yield what a file that belongs to a privacy folder has of a subject. Raises `PrivacyError`, also for a file that
-    does not exist."""
+    """Yield the signals or sessions of a subject in a file that belongs to a privacy folder.
+
+    Raises `PrivacyError` if the file is missing or cannot be read."""
     if not path.is_file():
         hint = "put it back and export again; if it was deleted for good, it has nothing of the subject"
         raise PrivacyError(f"{path} is missing: its {_of_file(path)} are not exported", hint=hint)

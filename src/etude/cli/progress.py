@@ -36,7 +36,7 @@ class ProgressBar:
         self._bar.stop()
 
     def note(self, text: str) -> None:
-        """Print a line above the bar, with the count so far if there is no terminal."""
+        """Print a line above the bar. Without a terminal, the line begins with the count so far."""
         self._last_print = time.monotonic()
         count = "" if self._console.is_terminal else f"{self._count}/{self._total} {self._what} "
         self._bar.console.print(f"{count}{text}", markup=False, highlight=False)

@@ -128,7 +128,7 @@ def check_tokenizer(folder: Path, sha256: str, *, noun: str) -> None:
 
 
 def _weight(message: Mapping[str, Any]) -> int:
-    """Return the weight of an answer's loss, as in OpenAI's format: 0 or 1. Raises `_Bad` for another."""
+    """Return the weight of an answer's loss, as in OpenAI's format: 0 or 1 (default). Raises `_Bad` for others."""
     weight = message.get("weight")
     if weight is None:
         return 1
@@ -138,8 +138,9 @@ def _weight(message: Mapping[str, Any]) -> int:
 
 
 def _learned(span: tuple[int, int], weight: int) -> list[tuple[int, int]]:
-    """Return the ranges of an answer that are learned. If it has no weight, these are its two ends, both empty, so that
-    no token crosses them either."""
+    """Return the ranges of an answer that have loss.
+
+    With weight 0, these are two empty ranges at its ends. So tokens end there as they do with weight 1."""
     start, stop = span
     return [span] if weight else [(start, start), (stop, stop)]
 

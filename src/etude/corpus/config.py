@@ -96,9 +96,9 @@ class HeldOutConfig:
     """The `[heldout]` table: texts that must not be in the corpus.
 
     - `files`: patterns of files with such texts, such as "evals/**/*.py".
-    - `tasks`: task sources: what `tasks.source` of a run takes, such as "repair", "humaneval:PATH" or a directory, an
-      import path, or a table with `kind` and settings. Searched for are the answers and hidden tests of all splits,
-      and the instructions of all splits except training.
+    - `tasks`: task sources, each as in `tasks.source` of a run, such as "repair", "humaneval:PATH" or a directory, an
+      import path, or a table with `kind` and settings. Held out are the answers and hidden tests of all splits, and the
+      instructions of all splits except training.
     - `num_tasks`: how many tasks of each split are requested from the source.
     - `tasks_seed`: the seed of generated tasks, as `tasks.seed` of a run."""
 
@@ -156,8 +156,8 @@ class CorpusConfig:
     - `shard_tokens`: the number of tokens of a shard.
     - `phases`: the phases of mid-training; empty: one phase that has every document once.
 
-    Raises `ValueError` for names that are not unique or not known, and for a phase in which no source has a share above
-    0, and for an empty list of licences, which would allow no document."""
+    Raises `ValueError` for names that are not unique or not known, for a phase in which no source has a share above 0,
+    and for an empty list of licences, which would allow no document."""
 
     tokenizer: TokenizerConfig
     sources: tuple[SourceConfig, ...]

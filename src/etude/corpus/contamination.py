@@ -153,8 +153,9 @@ def embedded(text: str, tokens: Tokens) -> str:
 
 
 def _candidates(text: str, tokens: Tokens) -> Iterator[tuple[int, str, int]]:
-    """Yield (number, line, escaped line breaks in it) of each line that begins with a mark or a quote, or has enough
-    escaped line breaks."""
+    """Yield the lines that may be embedded code, each as (number of the line, line, number of escaped line breaks).
+
+    These lines begin with a mark or a quote, or have at least `_MIN_LINES` escaped line breaks."""
     breaks = np.flatnonzero(tokens.chars == ord("\n"))
     firsts, ends = np.concatenate([[0], breaks + 1]), np.append(breaks, len(tokens.chars))
     escapes = np.zeros(len(firsts), np.int64)

@@ -69,8 +69,9 @@ class Duplicates:
 
 
 class _Recent:
-    """Calls a function, and keeps its latest results up to `_CACHED_BYTES`. A count of documents would be too few where
-    they are small, and too many where they are large."""
+    """Caches the most recently used results of a function, up to `_CACHED_BYTES` but at least two.
+
+    A limit in documents would keep too little of small documents, and too much of large ones."""
 
     def __init__(self, function: Callable[[int], U64]) -> None:
         self._function, self._kept, self._bytes = function, OrderedDict[int, U64](), 0

@@ -252,10 +252,10 @@ def lines(file: BinaryIO, start: int, stop: int, limit: int = _LINE_BYTES) -> It
 
 
 class LineNumbers:
-    """Names lines of a corpus's sources by file and line number, where their ids have the offset in bytes.
+    """Names lines of a corpus's sources by file and line number, instead of by their offset in bytes.
 
-    `config`: of the manifest. An id is left as it is if its file is gone, is one of several with this name, or has no
-    line there any more."""
+    `config`: the config in the corpus's manifest. An id is left as it is if its file is missing, if several files have
+    this name, or if no line begins at the offset any more."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._files: dict[str, dict[str, list[str]]] = {}
@@ -271,7 +271,7 @@ class LineNumbers:
                         paths.append(path)
 
     def told(self, source: str, text: str) -> str:
-        """Return an id, or a text that begins with one, with "FILE, line N" in place of its file name and offset."""
+        """Return `text`, which begins with an id, with "FILE, line N" in place of the id's file name and offset."""
         found = _WITH_OFFSET.match(text)
         if found is None:
             return text
@@ -281,7 +281,7 @@ class LineNumbers:
 
 
 def _line_at(path: str, offset: int) -> int | None:
-    """Return the number of the line that begins at an offset in bytes, from 1; None if no line begins there."""
+    """Return the number (from 1) of the line that begins at an offset in bytes; None if no line begins there."""
     line, last, left = 1, b"\n", offset
     try:
         with open(path, "rb") as file:

@@ -1,15 +1,16 @@
-"""Encodes texts word by word, each different word once: several times as fast as `tokenizers`, with the same ids.
+"""Encodes texts word by word, with a table of words: several times as fast as `tokenizers`, with the same ids.
 
 Byte-level BPE divides a text into words by a regular expression, and encodes each word by itself. Here Python's `re`
-divides it, and the ids of a word come from a table; for a word that is not in it, from the library's own model. So the
-ids are the library's if the words are. This is taken for granted only of
+divides the text, and the ids of a word come from a table. Words that are not in the table are encoded by the library's
+own model. So the ids are right if the words are those of the library. Two conditions ensure this:
 
-- the known patterns (`_PATTERNS`), by their text, and of each after a trial of texts with all kinds of characters;
-- texts in ASCII: Python and the library have Unicode tables of different years. Parts of a text with other characters
-  are encoded by the library. Each of these parts begins and ends between a letter or digit and a line break, where no
-  word of these patterns goes on, and where no pattern looks back.
+- The tokenizer has one of the known patterns (`_PATTERNS`), and a trial text of all kinds of characters has the same
+  ids in both ways.
+- The text is ASCII, since Python and the library have Unicode tables of different years. The library encodes the parts
+  of a text with other characters. A text is divided only between a letter or digit and a line break: no word of these
+  patterns crosses such a place, and no pattern looks back over it.
 
-All else is encoded by the library. Decision 138 has the numbers."""
+The library encodes everything else. Decision 138 has the numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ import numpy.typing as npt
 from etude.harness.tokenizer import SafeTokenizer
 
 U32 = npt.NDArray[np.uint32]
-_MOST_WORDS = 1 << 16
+_MOST_WORDS = 1 << 16  # in the table
 _MOST_CHARS = 64  # of a word that is kept
 _CUT = re.compile(r"\n(?<=[A-Za-z0-9]\n)")
 _TRIALS = 8_000  # characters
@@ -80,8 +81,7 @@ _SPELLED |= {byte: chr(256 + i) for i, byte in enumerate(sorted({*range(256)} - 
 
 
 class Words:
-    """Encodes texts by a table of words. `known`: whether the tokenizer is one whose words are known; if not, every
-    text is encoded by the library."""
+    """Encodes texts with a table of words, or by the library if the tokenizer's words are not known."""
 
     def __init__(self, tokenizer: SafeTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -108,7 +108,7 @@ class Words:
     def _encode_ascii(self, text: str) -> U32:
         assert self._words is not None
         words = self._words.findall(text)
-        if sum(map(len, words)) != len(text):  # a character that is in no word
+        if sum(map(len, words)) != len(text):  # some character is in no word
             return self._by_library(text)
         return np.fromiter(itertools.chain.from_iterable(map(self._ids.__getitem__, words)), np.uint32)
 
@@ -117,7 +117,7 @@ class Words:
 
 
 class _Table(dict[str, tuple[int, ...]]):
-    """The ids of each word. It begins anew when it is full, so its memory is bounded."""
+    """Maps each word to its ids. It is emptied when it has `_MOST_WORDS` words, so its memory is bounded."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class _Table(dict[str, tuple[int, ...]]):
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Divide a text into parts that are in ASCII and others, in turn, at places where no word goes on."""
+    """Divide a text into parts that alternate between ASCII and not ASCII, at places that no word crosses."""
     cuts = [0, *(match.start() for match in _CUT.finditer(text)), len(text)]
     lines = (text[start:stop] for start, stop in itertools.pairwise(cuts))
     for _, some in itertools.groupby(lines, str.isascii):
@@ -141,7 +141,7 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _pattern(tokenizer: SafeTokenizer) -> str | None:
-    """Return the pattern of the words of a byte-level BPE, or None if it is another tokenizer or has other steps."""
+    """Return the pattern of a tokenizer's words; None unless it is a byte-level BPE with known steps and patterns."""
     plain = json.loads(tokenizer.tokenizer.to_str())
     model, steps = plain["model"], plain["pre_tokenizer"] or {}
     steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]

@@ -1,4 +1,4 @@
-"""What a fleet knows of its engines, and of a request that looks for one: paces, loads, versions, refusals."""
+"""What a fleet knows of its engines (paces, loads, versions) and of a request that waits for one (refusals)."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from etude.numerics.exact.options import AttentionOptions, Index
 from etude.numerics.operators import Operators
 
 FEW = 4  # fewer decoding rows are not worth a separate kernel call
-SHORT = 8  # rows of a chunk that are attended to one by one, where the operators have a kernel for that
+SHORT = 8  # most rows of a chunk whose attention is computed row by row, where the operators have a kernel for that
 I64 = npt.NDArray[np.int64]
 
 
@@ -264,8 +264,9 @@ class StepCache:
         o_NGRB: torch.Tensor,
         scale: float | None,
     ) -> int:
-        """Attend for rows one by one, by one kernel where the operators have it: the decoding rows, and those of all
-        chunks where each is short. Returns the number of these rows; 0 without the kernel."""
+        """Compute attention row by row with one kernel, where the operators have it. Returns the number of rows done.
+
+        These are the decoding rows, and the rows of all chunks if each has at most `SHORT`; 0 without the kernel."""
         num = self.num_decode
         if all(chunk.num_rows <= SHORT for chunk in self.chunks):
             num = len(self.row_slots)

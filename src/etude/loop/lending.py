@@ -40,8 +40,8 @@ class Lender:
     - `run`: the folder of the run whose weights are served, and `store` these weights. Only one process lends engines
       of a run.
     - `branch`: the branch that production is served from; "": the newest version.
-    - `poll_s`: seconds between two looks at the versions of production and of rollouts, each of which is up to two
-      requests to the store.
+    - `poll_s`: seconds between two looks at the versions of production and of rollouts. A look reads up to two
+      pointers from the store.
     - `signer`: signs the pointers of the engines' branches, for a run that signs its weights.
     - `report`: called with a line for each change."""
 

@@ -55,8 +55,8 @@ def poll_arguments(place: Path | str) -> list[str]:
 
 
 def poll_s(place: Path | str) -> float:
-    """Return the seconds between two looks of a gateway at the versions in `place`. Each request to a bucket costs
-    money, so that it is asked less often."""
+    """Return the seconds between two looks of a gateway at the versions in `place`. It is longer for a bucket,
+    where each request costs money."""
     return FOLDER_POLL_S if isinstance(place, Path) else BUCKET_POLL_S
 
 

@@ -45,7 +45,7 @@ from etude.weights.chain.history import head, pointer_key
 from etude.weights.chain.inspect import require_pointer
 from etude.weights.chain.signing import read_signer
 
-_TELL_S = 10
+_TELL_S = 10  # between two lines about engines that are starting
 _CHANNEL = "policy"
 
 
@@ -169,8 +169,7 @@ async def model_of_checkpoint(
 
 @contextlib.asynccontextmanager
 async def _told(log: Callable[[str], None], checkpoint: Path, count: int, ready_s: float) -> AsyncIterator[None]:
-    """Log which engines start while the block runs, after how long they are given up, and every 10 s that they still
-    start."""
+    """Log which engines start and when they are given up, and every `_TELL_S` seconds how long the block has run."""
     what = f"{'the engine' if count == 1 else f'{count} engines'} of {checkpoint}"
 
     async def tell() -> None:

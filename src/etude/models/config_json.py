@@ -22,7 +22,7 @@ _PARTIAL = "partial_rotary_factor"
 _SCALES = ("mscale", "mscale_all_dim", "attention_factor")  # of YaRN
 _OUTSIDE = ("rope_theta", _PARTIAL, "original_max_position_embeddings")  # also beside the section of RoPE
 _YARN = frozenset({"rope_type", "factor", "beta_fast", "beta_slow", "truncate", *_SCALES, *_OUTSIDE, "finetuned"})
-"""The keys of YaRN. "finetuned" is a remark of its authors' checkpoints, which changes nothing."""
+"""The keys of YaRN. Checkpoints of its authors also have "finetuned", which has no effect."""
 
 
 def positive_ints(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, int]:

@@ -18,7 +18,8 @@ from etude.numerics.exact.options import AttentionOptions
 from etude.numerics.operators import Operators, PackedCausal
 
 CACHED = 1 << 16
-"""Weights that stay in a core's cache: packing them costs the vendor's GEMM less than a call of `few_rows`."""
+"""Most numbers of a weight that is left to the vendor's GEMM: the weight stays in a core's cache, and packing it costs
+less than a call of `few_rows`."""
 PART = 1 << 28
 """Numbers that are converted to float32 at a time: 1 GiB."""
 

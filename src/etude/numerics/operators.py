@@ -288,8 +288,8 @@ class Operators(ABC):
     ) -> torch.Tensor | None:
         """Compute attention of N tokens, each to the first keys of its slot, [N, G, R, B].
 
-        `slots`, `counts`: [N], the slot of each token, which may be that of others, and the number of keys that it
-        sees. Returns None where it is not available; then `inference.kv` calls attention with windows and masks."""
+        `slots`, `counts`: [N], the slot of each token (tokens may share one), and the number of keys that it sees.
+        Returns None where there is no such kernel; then `inference.kv` calls attention with windows and masks."""
         return None
 
     def key_windows(self, heads: int, key_width: int) -> KeyWindows:

@@ -25,7 +25,7 @@ SOURCE = "production"
 SIMULATED = "simulated"
 """The origin of rollouts of tasks in production steps."""
 Answer: TypeAlias = tuple[str, int]
-"""An answer: the id of its response, and its number in it, from 0."""
+"""What names an answer: (id of its response, number of the answer in the response, from 0)."""
 MAX_RECORDS = 65_536
 """The largest number of captured answers that are read at once."""
 
@@ -48,7 +48,7 @@ class Episode(NamedTuple):
 
     @property
     def answers(self) -> tuple[Answer, ...]:
-        """The answers that its turns are, without repetition."""
+        """The answers of its turns, without repetition."""
         return tuple(dict.fromkeys((one.response_id, one.answer) for one in self.records))
 
     @property

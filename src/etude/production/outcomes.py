@@ -26,7 +26,7 @@ class SignalSource(Protocol):
 
 
 def values_together(each: Iterable[Values]) -> Values:
-    """Return the values of several answers together, by name.
+    """Return the values of several answers in one mapping, by name.
 
     >>> values_together([{"kept": [1.0]}, {"kept": [0.0], "rated": [0.5]}])
     {'kept': [1.0, 0.0], 'rated': [0.5]}

@@ -38,7 +38,7 @@ def captured(folder: Path, *answers: Any) -> None:
 
 
 def responses(episode: Episode) -> tuple[str, ...]:
-    """The ids of the responses of an episode's answers."""
+    """Return the response ids of an episode's answers."""
     return tuple(response_id for response_id, _ in episode.answers)
 
 

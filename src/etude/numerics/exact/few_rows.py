@@ -2,8 +2,9 @@
 
 The vendor's GEMM packs all weights into another layout first, which costs several times as much as a product of four
 rows. With the block that `matmul.block_for` measures, `products` transposes 32 outputs at a time in registers, sums in
-the GEMM's order and has its bits. With `ANY_ORDER` it reads weights once, as they lie in memory, and sums along their
-rows: faster, with other bits. `attention` and `rms_norm` have an order of their own, too; only native mode uses these.
+the GEMM's order and has its bits. With `ANY_ORDER` and at most 64 rows per group it reads weights once, as they lie in
+memory, and sums along their rows: faster, with other bits. `attention` and `rms_norm` have an order of their own, too;
+only native mode uses these.
 All kernels need Linux and AVX2 or AVX-512, use one thread, release the GIL, and have no gradient.
 
 Shapes: S rows sorted by group, E groups, I and O width in and out, N tokens, K experts per token, D width, F expert
@@ -25,7 +26,7 @@ import torch
 LIBRARY = Path(__file__).parents[2] / "weights" / "delta" / "libetude_native.so"  # one library of all kernels
 LANES = 16
 MAX_BLOCK = 192
-ANY_ORDER = 0  # in place of a block
+ANY_ORDER = 0  # in place of a block: sums in the fastest order
 MOST_ROWS = 256  # up to this number, the kernels are faster than the vendor's
 
 
@@ -112,13 +113,12 @@ def attention(
     counts: npt.NDArray[np.int64],
     scale: float | None = None,
 ) -> torch.Tensor | None:
-    """Return the attention of one decoded token for each of N slots to the first keys of its slot, float32
-    [N, G, R, B].
+    """Return the attention of N tokens, each to the first keys of its slot, float32 [N, G, R, B].
 
-    `q_NGRA`, `keys_SGCA`, `values_SGCB`: float32 on the CPU. `slots`, `counts`: int64 [N], the slot of each token, and
-    how many keys it sees, from 1 to C. `scale`: the factor of the scores before softmax; None: 1/√A. Returns None if A,
-    B or C is not a multiple of `LANES`, keys or values are not contiguous, or the library or both AVX2 and AVX-512 are
-    missing."""
+    `q_NGRA`, `keys_SGCA`, `values_SGCB`: float32 on the CPU. `slots`, `counts`: int64 [N], the slot of each token,
+    which several may share, and how many keys it sees, from 1 to C. `scale`: the factor of the scores before softmax;
+    None: 1/√A. Returns None if A, B or C is not a multiple of `LANES`, keys or values are not contiguous, or the
+    library or both AVX2 and AVX-512 are missing."""
     kernel, (n, heads, group, width) = _kernel("etude_attention"), q_NGRA.shape
     length, value_width = values_SGCB.shape[-2:]
     kept = keys_SGCA.is_contiguous() and values_SGCB.is_contiguous()

@@ -124,10 +124,10 @@ class SessionStore:
         return None if row is None else self._decrypted(*row)
 
     def sessions_of(self, names: SubjectDigests) -> Iterator[tuple[str, StoredSession]]:
-        """Yield the id of the record and the session of each session of a subject, whatever it allows; for an
-        organisation those of all its users too.
+        """Yield (id of its record, session) for each session of a subject, at any consent level.
 
-        Raises `PrivacyError` if its bytes were changed."""
+        For an organisation, also those of its users. Sessions that expired, or whose key was destroyed, are left out.
+        Raises `PrivacyError` if the bytes of a session were changed."""
         column = "organisation" if names.is_organisation else "subject"
         with reported(self._path):
             sql = f"SELECT record_id, organisation, subject, data FROM sessions WHERE {column} = ? AND expires > ?"

@@ -29,7 +29,7 @@ from etude.weights.follow.follower_process import MAX_MESSAGE_BYTES, FollowerArg
 from etude.weights.follow.image import read_image, write_image
 
 _MAX_FACTS = 8192
-_NO_MEMORY = (errno.ENOMEM, errno.ENOSPC)  # of memory; what a memfd is refused beyond the limit of its machine
+_NO_MEMORY = (errno.ENOMEM, errno.ENOSPC)  # ENOSPC: a memfd does not fit into memory
 
 
 def main(argv: Sequence[str]) -> None:
@@ -79,7 +79,7 @@ def reply(follower: Follower, request: Request, poll_s: float) -> tuple[Response
 
 
 def _told(error: OSError | MemoryError) -> tuple[str, str, str]:
-    """Return what, facts and hint of an error of the operating system. Only some of them are a lack of memory."""
+    """Return the what, facts and hint that describe an error of the operating system or a lack of memory."""
     if isinstance(error, MemoryError) or error.errno in _NO_MEMORY:
         hint = "free memory on the engine's machine; it will be retried"
         return "not enough memory for new weights", str(error)[:_MAX_FACTS], hint
