@@ -257,3 +257,98 @@ unsafe fn normalise<V: Vector>(r: &RawNorm) -> bool {
     }
     true
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::product::tests::numbers;
+    use crate::vector::plain::Plain;
+
+    /// What each set of the machine computes, then what `Plain` computes (`None`).
+    fn of_each(count: usize, compute: impl Fn(Option<Set>, *mut f32) -> bool) -> Vec<Vec<f32>> {
+        let one = |set| {
+            let mut out = vec![f32::NAN; count];
+            assert!(compute(set, out.as_mut_ptr()));
+            out
+        };
+        Set::available().map(Some).chain([None]).map(one).collect()
+    }
+
+    fn near(found: &[Vec<f32>]) {
+        let plain = found.last().unwrap();
+        assert!(found.iter().flat_map(|one| one.iter().zip(plain)).all(|(a, b)| (a - b).abs() < 1e-4 && a.is_finite()));
+    }
+
+    #[test]
+    fn experts_have_the_same_bits_with_vectors_of_any_width() {
+        let (tokens, top_k, num_experts, width, inner) = (21, 2, 3, 80, 48);
+        let (x, gates) = (numbers(tokens * width, 1), numbers(tokens * top_k, 2));
+        let experts: Vec<i64> = (0..tokens * top_k).map(|choice| (choice % 5 % num_experts) as i64).collect();
+        let (up, down) = (numbers(num_experts * 2 * inner * width, 3), numbers(num_experts * width * inner, 4));
+        let compute = |block: u64| {
+            of_each(tokens * width, |set, out| {
+                let request = RawExperts {
+                    x: x.as_ptr(),
+                    gates: gates.as_ptr(),
+                    experts: experts.as_ptr(),
+                    gate_up: up.as_ptr(),
+                    down: down.as_ptr(),
+                    out,
+                    tokens: tokens as u64,
+                    top_k: top_k as u64,
+                    num_experts: num_experts as u64,
+                    width: width as u64,
+                    inner: inner as u64,
+                    block_in: block,
+                    block_down: block,
+                };
+                match set {
+                    Some(set) => unsafe { experts_with(set, &request) },
+                    None => unsafe { all_experts::<Plain>(&request) },
+                }
+            })
+        };
+        let found = compute(32);
+        let bits = |one: &Vec<f32>| one.iter().map(|number| number.to_bits()).collect::<Vec<_>>();
+        assert!(found.iter().all(|one| bits(one) == bits(found.last().unwrap())));
+        near(&found);
+        near(&compute(ANY_ORDER as u64));
+    }
+
+    #[test]
+    fn attention_and_norms_are_alike_with_vectors_of_any_width() {
+        let (heads, group, width, value_width, length) = (2, 7, 48, 80, 64);
+        let (slots, counts) = ([2i64, 0, 1], [1i64, 37, 64]);
+        let (num, q) = (slots.len(), numbers(slots.len() * heads * group * width, 1));
+        let (keys, values) = (numbers(3 * heads * length * width, 2), numbers(3 * heads * length * value_width, 3));
+        near(&of_each(num * heads * group * value_width, |set, out| {
+            let request = RawAttention {
+                q: q.as_ptr(),
+                keys: keys.as_ptr(),
+                values: values.as_ptr(),
+                out,
+                slots: slots.as_ptr(),
+                counts: counts.as_ptr(),
+                num: num as u64,
+                heads: heads as u64,
+                group: group as u64,
+                key_width: width as u64,
+                value_width: value_width as u64,
+                length: length as u64,
+                scale: 0.3,
+            };
+            match set {
+                Some(set) => unsafe { attention_with(set, &request) },
+                None => unsafe { attend::<Plain>(&request) },
+            }
+        }));
+        near(&of_each(values.len(), |set, out| {
+            let (rows, width) = ((values.len() / value_width) as u64, value_width as u64);
+            let request = RawNorm { x: values.as_ptr(), weight: q.as_ptr(), out, rows, width, eps: 1e-6 };
+            match set {
+                Some(set) => unsafe { norm_with(set, &request) },
+                None => unsafe { normalise::<Plain>(&request) },
+            }
+        }));
+    }
+}

@@ -370,10 +370,20 @@ unsafe fn some_dots<V: Vector, const R: usize, const AHEAD: usize>(sizes: Sizes,
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
+    use crate::vector::plain::Plain;
 
-    fn numbers(count: usize, seed: u32) -> Vec<f32> {
+    impl Products for Plain {
+        unsafe fn one(sizes: Sizes, group: Group, panel: &mut Panel) {
+            unsafe { one::<Self>(sizes, group, panel) }
+        }
+        unsafe fn all_rows(weights: (Group, usize), outputs: usize, sizes: (usize, usize), len: usize, start: bool) {
+            unsafe { all_rows::<Self>(weights, outputs, sizes, len, start) }
+        }
+    }
+
+    pub fn numbers(count: usize, seed: u32) -> Vec<f32> {
         let mut state = seed;
         let mut next = || {
             state = state.wrapping_mul(1664525).wrapping_add(1013904223);
@@ -390,7 +400,7 @@ mod tests {
     #[test]
     fn each_number_is_a_sum_of_chains() {
         let (inner, outer, gap, block) = (208, 48, 16, 96);
-        let rows = [3u64, 0, 1, 21, 37, 8];
+        let rows = [3u64, 0, 1, 21, 37, 8, 70];
         let count = rows.iter().sum::<u64>() as usize;
         let (x, w) = (numbers(count * inner, 1), numbers(rows.len() * outer * (inner + gap), 2));
         let mut out = vec![9.0f32; count * outer];
@@ -407,9 +417,13 @@ mod tests {
             block: block as u64,
         };
         let groups = rows.iter().enumerate().flat_map(|(group, &rows)| (0..rows).map(move |_| group)).enumerate();
-        for set in Set::available() {
+        for set in Set::available().map(Some).chain([None]) {
             for order in [block as u64, ANY_ORDER as u64] {
-                assert!(unsafe { products_with(set, &RawProduct { block: order, ..product }) });
+                let product = RawProduct { block: order, ..product };
+                assert!(match set {
+                    Some(set) => unsafe { products_with(set, &product) },
+                    None => unsafe { all_products::<Plain>(&product) },
+                });
                 for (row, group) in groups.clone() {
                     for output in 0..outer {
                         let (x, from) = (&x[row * inner..][..inner], (group * outer + output) * (inner + gap));

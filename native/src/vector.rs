@@ -375,3 +375,83 @@ mod x86 {
         }
     }
 }
+
+#[cfg(test)]
+pub mod plain {
+    use super::Vector;
+    use std::array::from_fn;
+
+    /// Sixteen numbers without vector instructions, to test on any machine the kernels with vectors as wide as AVX-512's.
+    #[derive(Clone, Copy)]
+    pub struct Plain([f32; 16]);
+
+    impl Plain {
+        fn with(self, other: Self, operator: impl Fn(f32, f32) -> f32) -> Self {
+            Plain(from_fn(|i| operator(self.0[i], other.0[i])))
+        }
+    }
+
+    impl Vector for Plain {
+        const LANES: usize = 16;
+        const ROWS: usize = 8;
+        const DOT_ROWS: usize = 5;
+
+        unsafe fn all(number: f32) -> Self {
+            Plain([number; 16])
+        }
+        unsafe fn load(from: *const f32) -> Self {
+            Plain(unsafe { from.cast::<[f32; 16]>().read() })
+        }
+        unsafe fn store(self, to: *mut f32) {
+            unsafe { to.cast::<[f32; 16]>().write(self.0) }
+        }
+        unsafe fn plus(self, other: Self) -> Self {
+            self.with(other, |a, b| a + b)
+        }
+        unsafe fn minus(self, other: Self) -> Self {
+            self.with(other, |a, b| a - b)
+        }
+        unsafe fn times(self, other: Self) -> Self {
+            self.with(other, |a, b| a * b)
+        }
+        unsafe fn over(self, other: Self) -> Self {
+            self.with(other, |a, b| a / b)
+        }
+        unsafe fn max(self, other: Self) -> Self {
+            self.with(other, f32::max)
+        }
+        unsafe fn times_plus(self, factor: Self, other: Self) -> Self {
+            Plain(from_fn(|i| self.0[i].mul_add(factor.0[i], other.0[i])))
+        }
+        unsafe fn rounded(self) -> Self {
+            Plain(self.0.map(f32::round_ties_even))
+        }
+        unsafe fn times_power(self, whole: Self) -> Self {
+            let power = |exponent: i32| f32::from_bits(((exponent + 127) << 23) as u32);
+            self.with(whole, |number, whole| {
+                let half = whole as i32 >> 1;
+                number * power(half) * power(whole as i32 - half)
+            })
+        }
+        unsafe fn where_below(self, number: Self, limit: Self, value: Self) -> Self {
+            Plain(from_fn(|i| if number.0[i] < limit.0[i] { value.0[i] } else { self.0[i] }))
+        }
+        unsafe fn first(self, count: usize, other: Self) -> Self {
+            Plain(from_fn(|i| if i < count { self.0[i] } else { other.0[i] }))
+        }
+        unsafe fn sum(self) -> f32 {
+            self.0.iter().sum()
+        }
+        unsafe fn highest(self) -> f32 {
+            self.0.into_iter().fold(f32::NEG_INFINITY, f32::max)
+        }
+        unsafe fn store_sums(four: [Self; 4], to: *mut f32) {
+            unsafe { to.cast::<[f32; 4]>().write(from_fn(|i| four[i].sum())) }
+        }
+        unsafe fn transpose(from: *const f32, stride: usize, to: *mut f32, step: usize) {
+            for (row, column) in (0..16).flat_map(|row| (0..16).map(move |column| (row, column))) {
+                unsafe { to.add(column * step + row).write(*from.add(row * stride + column)) };
+            }
+        }
+    }
+}
