@@ -194,6 +194,9 @@ class FeedbackFile:
             if refused is not None:
                 return refused if len(sent.signals) == 1 else placed(refused, index)
             assert response is not None
+            if one.answer >= response.answers:
+                absent = _absent(one, response)
+                return absent if len(sent.signals) == 1 else placed(absent, index)
             found.append((one, response))
         return _Verified(names, found)
 
@@ -279,6 +282,17 @@ def _unknown(given: GivenSignal) -> SignalRefused:
         hint="send the id of the response unchanged, with the API key and the header x-etude-user of its request",
         reason="unknown",
         param="response_id",
+    )
+
+
+def _absent(given: GivenSignal, response: ResponseId) -> SignalRefused:
+    answers = "1 answer" if response.answers == 1 else f"{response.answers} answers"
+    return SignalRefused(
+        f"the response has no answer {given.answer}",
+        f"it has {answers}",
+        hint="give the index of the choice that it is about, from 0",
+        reason="unknown",
+        param="answer",
     )
 
 
