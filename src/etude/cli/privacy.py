@@ -17,6 +17,7 @@ import msgspec
 from etude.cli.locations import open_ledger, open_run
 from etude.errors import InputError, LedgerError, PrivacyError, StoreError
 from etude.privacy import Captured, Content, Level, PrivacyFolder, Subject, redact_value
+from etude.privacy.folder import OUTCOMES
 from etude.privacy.subjects import SubjectDigests
 from etude.run import RunFolder
 
@@ -66,7 +67,8 @@ def erase(args: argparse.Namespace) -> int:
     subject = Subject.parse(args.subject)
     runs = [open_run(path) for path in args.run]
     with _open(args.folder) as folder:
-        done = folder.erase(subject)
+        tables = dict(folder.records.attached())
+        done = folder.erase(subject, unlink=_unlink_outcomes)
         names = folder.keys.names(subject)
     tasks = _session_tasks(args.folder, names)
     print(f"erased {subject}: {done.num_keys} keys destroyed, {len(done.records)} records deleted; its level is off")
@@ -74,14 +76,24 @@ def erase(args: argparse.Namespace) -> int:
         _warn_of_unknown(subject)
     for path, number in done.attached.items():
         print(f"{path}: {number} {_of_file(path)} deleted")
+    for path, number in done.unlinked.items():
+        print(f"{path}: {number} outcomes made unlinkable; they still count")
     for path in done.missing:
         hint = f"put it back and erase again; if it was deleted for good: touch {path}"
-        print(f"error: {path} is missing: its {_of_file(path)} were not deleted\n  hint: {hint}", file=sys.stderr)
+        what = "outcomes were not unlinked" if tables[path] == OUTCOMES else f"{_of_file(path)} were not deleted"
+        print(f"error: {path} is missing: its {what}\n  hint: {hint}", file=sys.stderr)
     print(f"rollouts that hold its data: {', '.join(done.rollouts) or 'none'}")
     if tasks:
         print(f"tasks that were made from its sessions: {', '.join(sorted(tasks))}")
     agree = [_erase_from(run, {*done.rollouts, *_rollouts_of(run, tasks)}) for run in runs]
     return 0 if all(agree) and not done.missing else 1
+
+
+def _unlink_outcomes(path: Path, subjects: Collection[str]) -> int:
+    from etude.releases import Releases
+
+    with contextlib.closing(Releases(path)) as releases:
+        return releases.unlink(subjects)
 
 
 def _of_file(path: Path) -> str:
@@ -167,7 +179,8 @@ def export(args: argparse.Namespace) -> int:
                 continue
             num += 1
             print(json.dumps(_exported(captured, content, redacted=args.redacted), ensure_ascii=False))
-        attached, known = folder.records.attached(), folder.consent.has_levels(names)
+        attached = [one for one in folder.records.attached() if one[1] != OUTCOMES]  # they have no subject's name
+        known = folder.consent.has_levels(names)
     for path, _ in attached:
         try:
             told = list(_kept_in(path, args.folder, names, redacted=args.redacted))

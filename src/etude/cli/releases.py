@@ -97,6 +97,7 @@ def observe(args: argparse.Namespace) -> int:
             release = releases.newest()
             metrics = {metric.name for metric in release.settings.metrics}
             with opened_feedback(args.feedback, args.capture) as file:
+                file.attach_outcomes(args.file)
                 outcomes = list(outcomes_of(file.signals(since=releases.share_since(release)), metrics))
         num = releases.observe(outcomes, now=time.time())
     print(f"{num} of {len(outcomes)} outcomes are new and count")

@@ -209,6 +209,13 @@ class Releases:
                 rows.append((one.id, one.metric, release.share, arm.value, subject, now, one.value))
         return self._database.add_outcomes(release.number, rows, release.settings.cap)
 
+    def unlink(self, subjects: Iterable[str]) -> int:
+        """Make the outcomes of erased subjects unlinkable: they still count, and nothing leads from a subject to them.
+
+        `subjects`: as in `Outcome`. Returns the number of outcomes."""
+        names, releases = [*subjects], self.all()
+        return self._database.unlink((one.number, pseudonym(one.salt, name)) for one in releases for name in names)
+
     def share_since(self, release: Release) -> float:
         """Return when the present share of a canary began."""
         since = release.since

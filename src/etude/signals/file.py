@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from etude.errors import InputError, PrivacyError, SignalRefused
 from etude.privacy import Level, PrivacyFolder, Subject
+from etude.privacy.folder import OUTCOMES
 from etude.privacy.keys import KeyStore
 from etude.privacy.subjects import SubjectDigests
 from etude.signals.ids import ResponseId, ResponseIds, model_digest
@@ -149,6 +150,11 @@ class FeedbackFile:
                 allowed[names] = self._privacy.consent.level_of(names) is not Level.OFF
             if allowed.get(names, True):
                 yield one
+
+    def attach_outcomes(self, path: Path) -> None:
+        """Have an erasure in the privacy folder, if there is one, make the outcomes in a file of releases unlinkable."""
+        if self._privacy is not None:
+            self._privacy.records.attach(path, OUTCOMES)
 
     def summaries(self) -> list[Summary]:
         """Return numbers of signals for each name and version."""
