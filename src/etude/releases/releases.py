@@ -342,11 +342,16 @@ def _described(release: Release) -> str:
 
 
 def _is_open(release: Release) -> ReleaseRefused:
-    return ReleaseRefused(
-        f"release {release.number} is open",
-        f"{release.candidate} is {_described(release)}",
-        hint="promote it, or roll it back: etude release promote | rollback",
-    )
+    if release.pending is not None:
+        hint = "complete it first: etude release advance"
+    elif release.state is State.CANDIDATE:
+        hint = "decide its gate (etude release gate), or end it: etude release rollback"
+    elif release.state is State.GATED:
+        hint = "begin its canary (etude release advance), or end it: etude release rollback"
+    else:
+        hint = "promote it, or roll it back: etude release promote | rollback"
+    what = f"release {release.number} is open"
+    return ReleaseRefused(what, f"{release.candidate} is {_described(release)}", hint=hint)
 
 
 def _no_gate(release: Release) -> ReleaseRefused:

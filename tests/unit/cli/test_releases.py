@@ -231,9 +231,13 @@ def test_why_names_each_check_of_a_gate_that_cannot_be_made_with_its_reason_and_
     old, new = published(DirectoryStore(place / "store"))
     assert "now: the gate cannot be decided:" in told
     assert f"  repair: no result of the stable version {old} in evals or releases.sqlite.evals\n" in told
-    assert "    hint: etude eval repair --checkpoint RUN/checkpoints/step-000000 --prices FILE\n" in told
+    assert f"    hint: etude eval repair --checkpoint CHECKPOINT (one of {old}: its run keeps it as" in told
     assert f"no result of the candidate {new}" in told
-    assert f"etude eval {place / 'own.toml'} --checkpoint RUN/checkpoints/step-000001\n" in told
+    assert f"etude eval {place / 'own.toml'} --checkpoint CHECKPOINT (one of {new}:" in told
+    there = place / "checkpoints" / "step-000001"  # beside the store, as in a run
+    there.mkdir(parents=True)
+    assert f"etude eval {place / 'own.toml'} --checkpoint {there}\n" in why()
+    assert f"etude parity {there} --json" in why()
     assert "  parity: the candidate needs" in told
     assert told.count("repair:") == 1, "the candidate's result on it is there"
     (place / "old.json").rename(place / "evals" / "repair" / "old.json")
