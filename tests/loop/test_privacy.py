@@ -21,6 +21,7 @@ from etude.experience.traces import trace_path
 from etude.experience.transitions import State
 from etude.loop.locations import weights_store
 from etude.privacy import CaptureWriter, Level, PrivacyFolder, Subject
+from etude.rollouts.logs import FOLDER as LOGS
 from etude.weights.chain.history import LineageSteps
 
 pytestmark = pytest.mark.timeout(1800)
@@ -53,6 +54,9 @@ def test_an_erasure_names_every_batch_and_version_as_the_traces_do(
             folder.records.link(record.record_id, row.rollout_id)
         (other,) = folder.records.of(folder.keys.names(Subject.of("acme", "eve")))
         folder.records.link(other.record_id, eves.rollout_id)
+    log = run.folder / LOGS / f"{bobs[0].rollout_id}.0.log"
+    log.parent.mkdir(exist_ok=True)
+    log.write_text("what bob said")
     words = ["privacy", "erase", "acme/bob", "--folder", str(tmp_path / "privacy"), "--run", str(run.folder.path)]
     assert cli.main(words) == 0
     out = capsys.readouterr().out
@@ -71,6 +75,13 @@ def test_an_erasure_names_every_batch_and_version_as_the_traces_do(
     with contextlib.closing(Ledger.open_readonly(run.folder / "ledger.sqlite")) as ledger:
         audit(ledger, run.folder / "traces", LineageSteps(weights_store(run.folder))).require_sound()
     assert "its traces hold 2; the ledger names all of them" in out
+    assert not log.exists()
+    path = str(run.folder.path)
+    assert cli.main(["rollouts", "show", path, bobs[0].rollout_id]) == 0
+    assert cli.main(["rewards", "recompute", path]) == 0
+    assert "left out: steps from which rollouts were erased: 1, 2" in capsys.readouterr().err
+    assert cli.main(["replay", path, "2"]) != 0
+    assert "of its rollouts were erased from" in capsys.readouterr().err
     traces = run.folder / "traces"
     shutil.copy(traces / "batch-000001.parquet", traces / "batch-000003.parquet")  # a batch that the ledger forgot
     assert cli.main(words) == 1

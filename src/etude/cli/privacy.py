@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import msgspec
 
@@ -126,6 +127,7 @@ def _erase_from(run: RunFolder, rollouts: Collection[str]) -> bool:
     from etude.experience.trace_erasure import erase_rollouts
     from etude.experience.traces import trace_path
     from etude.loop.locations import traces_folder
+    from etude.rollouts.logs import FOLDER as LOGS
 
     rows = open_ledger(run).find_rows(rollouts)
     for row in rows:
@@ -153,7 +155,8 @@ def _erase_from(run: RunFolder, rollouts: Collection[str]) -> bool:
             print(f"  {run.path}: tokens of {len(gone)} rollouts deleted from the trace of step {step}: it cannot be"
                   " replayed")  # fmt: skip
     for rollout_id in sorted(wanted):
-        for file in sorted((run / "rollouts").glob(f"{glob.escape(rollout_id)}.*")):
+        names = ("rollouts", rollout_id), (LOGS, quote(rollout_id, safe=""))
+        for file in sorted(file for place, name in names for file in (run / place).glob(f"{glob.escape(name)}.*")):
             file.unlink(missing_ok=True)
             print(f"  {run.path}: deleted {file}")
     agree = traced <= told

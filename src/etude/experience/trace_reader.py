@@ -110,7 +110,8 @@ class RecordedStep:
     """A recorded step with all turns of its rollouts, from which its rewards and its batch can be computed again.
 
     `rewards`: the settings from which rewards and advantages were computed (`BatchPlan.rewards`); empty in old files.
-    `temperature`: the sampling temperature of the run. `digest`: the `batch_digest` of the batch."""
+    `temperature`: the sampling temperature of the run. `digest`: the `batch_digest` of the batch. `erased`: ids of the
+    rollouts whose turns and samples were erased since (`trace_erasure`); with such, the batch cannot be computed."""
 
     batch_id: str
     step: int
@@ -119,6 +120,7 @@ class RecordedStep:
     rewards: Mapping[str, Any]
     temperature: float
     digest: str
+    erased: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,8 @@ def read_step(path: TraceFile, *, routes: bool = True) -> RecordedStep:
             raise ValueError("its rewards or temperature are not as they are written")
         names = ("batch_id", "step", "num_loss_tokens")
         found = {name: facts[name] for name in names} | {"digest": str(facts.get("digest", ""))}
-        return RecordedStep(**found, trees=trees, rewards=rewards, temperature=temperature)
+        erased = tuple(map(str, facts.get(ERASED, ())))
+        return RecordedStep(**found, erased=erased, trees=trees, rewards=rewards, temperature=temperature)
     except _PARSE_ERRORS as error:
         raise _damaged(path, error) from error
 
