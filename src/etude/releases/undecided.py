@@ -56,7 +56,9 @@ def _of_suite(gate: SuiteGate, release: Release, folders: Sequence[Path]) -> Ite
         if not both[-1]:
             why = f"no result of the {role} {version} in {' or '.join(map(str, folders))}"
             why += f" ({'; '.join(damaged)})" if damaged else ""
-            yield Missing(gate.name, why, f"etude eval {gate.suite} --checkpoint {_checkpoint(release, version)}{priced}")
+            yield Missing(
+                gate.name, why, f"etude eval {gate.suite} --checkpoint {_checkpoint(release, version)}{priced}"
+            )
     pairs = [(new, old) for new in both[0] for old in both[1]]
     wrong = [not_comparable(new, old, release.candidate, release.stable) for new, old in pairs]
     if pairs and all(wrong):
