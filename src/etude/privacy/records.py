@@ -224,7 +224,8 @@ class RecordStore:
         """Return the digests of all subjects of an organisation with records, also with deleted ones that a rollout
         holds."""
         with reported(self._path):
-            sql = "SELECT subject FROM records WHERE organisation = ?1 UNION SELECT subject FROM uses WHERE organisation = ?1"
+            of = "SELECT subject FROM {} WHERE organisation = ?1"
+            sql = f"{of.format('records')} UNION {of.format('uses')}"
             return {subject for (subject,) in self._db.execute(sql, (names.organisation,))}
 
     def delete(self, names: SubjectDigests, *, num_keys: int) -> None:

@@ -152,7 +152,7 @@ class FeedbackFile:
                 yield one
 
     def attach_outcomes(self, path: Path) -> None:
-        """Have an erasure in the privacy folder, if there is one, make the outcomes in a file of releases unlinkable."""
+        """Have an erasure in the privacy folder, if there is one, unlink the outcomes in a file of releases."""
         if self._privacy is not None:
             self._privacy.records.attach(path, OUTCOMES)
 

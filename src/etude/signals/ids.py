@@ -1,8 +1,8 @@
 """Signed ids of responses: who was given an answer, when, and by which model, without a record of each answer.
 
 An id is 64 hexadecimal characters: 6 bytes of time (ms), 5 random ones, 1 with the number of answers, 4 that name the
-model, and the first 16 of an HMAC-SHA256 over these and the names of organisation and user. An API of the gateway puts its prefix before it, such as
-"chatcmpl-"."""
+model, and the first 16 of an HMAC-SHA256 over these and the names of organisation and user. An API of the gateway puts
+its prefix before it, such as "chatcmpl-"."""
 
 from __future__ import annotations
 
