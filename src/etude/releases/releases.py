@@ -363,5 +363,10 @@ def _no_gate(release: Release) -> ReleaseRefused:
 
 
 def _wrong_state(release: Release, to: str) -> ReleaseRefused:
-    hint = "complete it first: etude release advance" if release.pending is not None else "see etude release why"
+    if release.pending is not None:
+        hint = "complete it first: etude release advance"
+    elif release.state is State.GATED:
+        hint = "begin its canary first: etude release advance"
+    else:
+        hint = "see etude release why"
     return ReleaseRefused(f"release {release.number} cannot {to}", f"it is {_described(release)}", hint=hint)

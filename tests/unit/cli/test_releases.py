@@ -133,6 +133,27 @@ def test_why_and_advance_tell_the_dollars_per_kept_change_of_both_versions(
         assert "hint: " in capsys.readouterr().err
 
 
+def test_a_rollback_takes_effect_while_the_store_is_away(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stable, _ = branches(DirectoryStore(place / "store"))
+    assert main(BEGIN) == main(GATE) == 0
+    assert main(["release", "promote", "--reason", "hurry"]) == 1
+    assert "begin its canary first" in capsys.readouterr().err
+    assert main(["release", "advance"]) == 0
+    (place / "store").rename(place / "away")
+    assert main(["release", "promote", "--reason", "good"]) == 2, "nothing was decided"
+    assert main(["release", "rollback", "--reason", "bad"]) == 1
+    told = capsys.readouterr().err
+    assert "no user gets the canary any more" in told
+    assert "hint: bring the store back" in told
+    assert not (place / "store").exists()
+    with contextlib.closing(Releases(place / "releases.sqlite")) as releases:
+        assert releases.newest().share == 0
+    (place / "away").rename(place / "store")
+    assert main(["release", "advance"]) == 0
+    assert "release 1: rolled back since" in capsys.readouterr().out
+    assert branches(DirectoryStore(place / "store")) == (stable, stable)
+
+
 @pytest.mark.parametrize("erased", ["acme/bob", "acme"])
 def test_an_erasure_leaves_outcomes_that_count_and_lead_to_nobody(
     place: Path, capsys: pytest.CaptureFixture[str], erased: str
