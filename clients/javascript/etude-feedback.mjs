@@ -68,7 +68,7 @@ async function answerOf(url, request, end) {
       const response = await fetch(url, { ...request, signal });
       if (response.ok) return await response.json();
       status = response.status;
-      retryMs = Math.min(LONGEST_MS, 1000 * (Number(response.headers.get("retry-after")) || 0));
+      retryMs = retryAfterMs(response.headers.get("retry-after"));
       failure = await messageOf(response);
     } catch (error) {
       failure = String(error?.cause ?? error);
@@ -80,6 +80,13 @@ async function answerOf(url, request, end) {
     }
     await new Promise((done) => setTimeout(done, waitMs));
   }
+}
+
+/** Return the ms to wait that the header retry-after names, in seconds or as a date; 0 without it. */
+function retryAfterMs(told) {
+  if (told === null) return 0;
+  const ms = Number.isNaN(Number(told)) ? Date.parse(told) - Date.now() : 1000 * Number(told);
+  return Math.min(LONGEST_MS, Math.max(0, ms || 0));
 }
 
 async function messageOf(response) {

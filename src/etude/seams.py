@@ -553,8 +553,10 @@ class FeedbackReceiver(AnswerRecorder, Protocol):
 
     bodies: tuple[type[msgspec.Struct], ...]
 
-    def new_id(self, organisation: str, user: str, model: str) -> str:
-        """Return the id of a new response to a user ("": no named one) by a served model, hexadecimal. Never raises."""
+    def new_id(self, organisation: str, user: str, model: str, answers: int = 1) -> str:
+        """Return the id of a new response to a user ("": no named one) by a served model, hexadecimal. Never raises.
+
+        `answers`: the number of answers in the response."""
         ...
 
     def receive(self, organisation: str, user: str, body: bytes) -> Future[Sequence[tuple[str, str]]]:

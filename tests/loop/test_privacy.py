@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import shutil
 from pathlib import Path
@@ -14,8 +15,14 @@ from tests.served_answers import served_answer
 
 from etude import cli
 from etude.experience import Ledger
+from etude.experience.auditing import audit
+from etude.experience.trace_reader import read_step
+from etude.experience.traces import trace_path
 from etude.experience.transitions import State
+from etude.loop.locations import weights_store
 from etude.privacy import CaptureWriter, Level, PrivacyFolder, Subject
+from etude.rollouts.logs import FOLDER as LOGS
+from etude.weights.chain.history import LineageSteps
 
 pytestmark = pytest.mark.timeout(1800)
 ACME, BOB = Subject.of("acme"), Subject.of("acme", "bob")
@@ -47,6 +54,9 @@ def test_an_erasure_names_every_batch_and_version_as_the_traces_do(
             folder.records.link(record.record_id, row.rollout_id)
         (other,) = folder.records.of(folder.keys.names(Subject.of("acme", "eve")))
         folder.records.link(other.record_id, eves.rollout_id)
+    log = run.folder / LOGS / f"{bobs[0].rollout_id}.0.log"
+    log.parent.mkdir(exist_ok=True)
+    log.write_text("what bob said")
     words = ["privacy", "erase", "acme/bob", "--folder", str(tmp_path / "privacy"), "--run", str(run.folder.path)]
     assert cli.main(words) == 0
     out = capsys.readouterr().out
@@ -54,8 +64,24 @@ def test_an_erasure_names_every_batch_and_version_as_the_traces_do(
         assert f"{row.rollout_id} ({row.state}) in the batch of step {row.step}, trained into {row.version}" in out
     assert f"{eves.rollout_id} " not in out
     for step in (1, 2):
-        assert re.search(rf"still readable in the trace of step {step}: .*batch-{step:06d}\.parquet\n", out)
+        assert re.search(rf"tokens of \d+ rollouts deleted from the trace of step {step}: it cannot be replayed\n", out)
+        found = read_step(trace_path(run.folder / "traces", step))
+        read = {tree.rollout.rollout_id: len(tree.trace.turns) for tree in found.trees}
+        groups = {row.group_id for row in bobs}
+        assert [i for i, num in read.items() if not num] == [i for i in read if i.rpartition(".")[0] in groups]
+        assert any(read.values())
+    for row in bobs:
+        assert not list((run.folder / "rollouts").glob(f"{row.rollout_id}.*"))
+    with contextlib.closing(Ledger.open_readonly(run.folder / "ledger.sqlite")) as ledger:
+        audit(ledger, run.folder / "traces", LineageSteps(weights_store(run.folder))).require_sound()
     assert "its traces hold 2; the ledger names all of them" in out
+    assert not log.exists()
+    path = str(run.folder.path)
+    assert cli.main(["rollouts", "show", path, bobs[0].rollout_id]) == 0
+    assert cli.main(["rewards", "recompute", path]) == 0
+    assert "left out: steps from which rollouts were erased: 1, 2" in capsys.readouterr().err
+    assert cli.main(["replay", path, "2"]) != 0
+    assert "of its rollouts were erased from" in capsys.readouterr().err
     traces = run.folder / "traces"
     shutil.copy(traces / "batch-000001.parquet", traces / "batch-000003.parquet")  # a batch that the ledger forgot
     assert cli.main(words) == 1

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
@@ -325,6 +326,77 @@ def test_whenever_and_however_consent_is_withdrawn_before_the_commit_no_token_is
             }
             assert len(trained) == 3, cell
             assert not trained & mine, cell
+    product.run.assert_sound(cells[-1][2])
+
+
+def test_a_change_of_consent_while_a_version_is_published_waits_and_holds_for_the_next_one(
+    finished: Callable[[Path], Product], tmp_path: Path
+) -> None:
+    """The moment that no look at consent can see: between the last look and the published version."""
+    product = finished(tmp_path)
+    settings = dataclasses.replace(SETTINGS, max_wait_s=0.0, user_share=0.25, max_lag=256)
+    published = dict[str, float]()
+    changes = dict[str, threading.Thread]()
+    kind = ""
+
+    def withdraw(kind: str) -> None:
+        with PrivacyFolder(product.privacy) as folder:
+            match kind:
+                case "its user allows less":
+                    folder.consent.set(Subject.of(kind, "bob"), Level.CAPTURE)
+                case "its organisation allows nothing":
+                    folder.consent.set(Subject.of(kind), Level.OFF)
+                case _:
+                    folder.erase(Subject.of(kind, "bob"))
+
+    async def main() -> list[tuple[str, str, int]]:
+        nonlocal kind
+        cells = list[tuple[str, str, int]]()
+        async with product.trainer(settings) as trainer, asyncio.timeout(900):
+            call = trainer._call
+
+            async def watched(method: str, result: Any, *args: object) -> Any:
+                if method == "offer" and kind not in changes and args != ((),):
+                    changes[kind] = threading.Thread(target=withdraw, args=(kind,))
+                    changes[kind].start()
+                found = await call(method, result, *args)
+                if method == "published" and kind in changes and kind not in published:
+                    published[kind] = time.time()
+                    with PrivacyFolder(product.privacy) as folder:
+                        assert folder.consent.level(Subject.of(kind, "bob")) is Level.TRAIN
+                    assert changes[kind].is_alive()
+                return found
+
+            trainer._call = watched  # type: ignore[method-assign]
+            for kind in KINDS:
+                with PrivacyFolder(product.privacy) as folder:
+                    folder.consent.set(Subject.of(kind), Level.TRAIN)
+                    folder.consent.set(Subject.of(kind, "bob"), Level.TRAIN)
+                product.serve(["bob"], [1.0], organisation=kind)
+                product.serve(["eve", "ann", "joe"], [1.0, 0.0, 1.0])
+                with PrivacyFolder(product.privacy) as folder:
+                    [record] = folder.records.of(folder.keys.names(Subject.of(kind, "bob")))
+                made = list[int]()
+                await trainer.train(
+                    1, poll_s=0.02, on_step=lambda step, *_, m=made: m.append(step), on_wait=lambda _: None
+                )
+                await asyncio.to_thread(changes[kind].join, 60)
+                assert not changes[kind].is_alive()
+                cells.append((record.record_id, kind, made[0]))
+        return cells
+
+    cells = asyncio.run(main())
+    assert [kind for _, kind, _ in cells] == list(KINDS)
+    with PrivacyFolder(product.privacy) as folder, contextlib.closing(product.ledger()) as ledger:
+        rows = {row.rollout_id: row for row in ledger.rows()}
+        for record_id, kind, step in cells:
+            mine = Subject.of(kind, "bob")
+            assert folder.consent.level(mine) < Level.TRAIN, kind
+            changed = [*folder.consent.history(mine), *folder.consent.history(Subject.of(kind))]
+            assert max(one.at for one in changed) >= published[kind], kind
+            assert not folder.usable([record_id], Level.TRAIN), kind
+            [rollout_id] = folder.records.rollouts_of(folder.keys.names(mine))
+            assert (rows[rollout_id].state, rows[rollout_id].step) == (State.TRAINED, step), kind
     product.run.assert_sound(cells[-1][2])
 
 

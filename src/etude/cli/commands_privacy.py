@@ -25,7 +25,7 @@ def add_privacy_commands(commands: Commands[Parser]) -> None:
         action="append",
         default=[],
         metavar="RUN",
-        help="list the batches and versions of this run that hold the subject's data (repeatable)",
+        help="delete the subject's tokens from this run, and list its batches and versions with them (repeatable)",
     )
     export = add(privacy, "export", "privacy:export", "print what is kept of a subject: records, signals, sessions")
     _add_subject(export)

@@ -102,6 +102,8 @@ def learn(args: argparse.Namespace) -> int:
             PrivacyFolder(args.privacy) as folder,
             opened_feedback(args.feedback, args.privacy, create=new) as file,
         ):
+            if args.releases is not None:
+                file.attach_outcomes(args.releases)
             if new:
                 print(f"feedback: there was no {args.feedback}; it is created", flush=True)
             from etude.loop import event_loop

@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import glob
 import json
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import msgspec
 
 from etude.cli.locations import open_ledger, open_run
-from etude.errors import InputError, PrivacyError
+from etude.errors import InputError, LedgerError, PrivacyError, StoreError
 from etude.privacy import Captured, Content, Level, PrivacyFolder, Subject, redact_value
+from etude.privacy.folder import OUTCOMES
 from etude.privacy.subjects import SubjectDigests
 from etude.run import RunFolder
 
@@ -57,15 +60,16 @@ def set_level(args: argparse.Namespace) -> int:
 
 
 def erase(args: argparse.Namespace) -> int:
-    """Erase a subject, and print which records, rollouts, batches and versions hold its data. Warns if nothing was
-    known of the subject.
+    """Erase a subject, also from the files of runs, and print which records, rollouts, batches and versions hold its
+    data. Warns if nothing was known of the subject.
 
-    Returns 0, or 1 if the ledger and the traces of a run disagree about the rollouts with its data, or a file of
-    signals is missing."""
+    Returns 0, or 1 if the ledger and the traces of a run disagree about the rollouts with its data, a trace cannot be
+    changed, or a file of signals is missing."""
     subject = Subject.parse(args.subject)
     runs = [open_run(path) for path in args.run]
     with _open(args.folder) as folder:
-        done = folder.erase(subject)
+        tables = dict(folder.records.attached())
+        done = folder.erase(subject, unlink=_unlink_outcomes)
         names = folder.keys.names(subject)
     tasks = _session_tasks(args.folder, names)
     print(f"erased {subject}: {done.num_keys} keys destroyed, {len(done.records)} records deleted; its level is off")
@@ -73,14 +77,24 @@ def erase(args: argparse.Namespace) -> int:
         _warn_of_unknown(subject)
     for path, number in done.attached.items():
         print(f"{path}: {number} {_of_file(path)} deleted")
+    for path, number in done.unlinked.items():
+        print(f"{path}: {number} outcomes made unlinkable; they still count")
     for path in done.missing:
         hint = f"put it back and erase again; if it was deleted for good: touch {path}"
-        print(f"error: {path} is missing: its {_of_file(path)} were not deleted\n  hint: {hint}", file=sys.stderr)
+        what = "outcomes were not unlinked" if tables[path] == OUTCOMES else f"{_of_file(path)} were not deleted"
+        print(f"error: {path} is missing: its {what}\n  hint: {hint}", file=sys.stderr)
     print(f"rollouts that hold its data: {', '.join(done.rollouts) or 'none'}")
     if tasks:
         print(f"tasks that were made from its sessions: {', '.join(sorted(tasks))}")
-    agree = [_print_uses(run, {*done.rollouts, *_rollouts_of(run, tasks)}) for run in runs]
+    agree = [_erase_from(run, {*done.rollouts, *_rollouts_of(run, tasks)}) for run in runs]
     return 0 if all(agree) and not done.missing else 1
+
+
+def _unlink_outcomes(path: Path, subjects: Collection[str]) -> int:
+    from etude.releases import Releases
+
+    with contextlib.closing(Releases(path)) as releases:
+        return releases.unlink(subjects)
 
 
 def _of_file(path: Path) -> str:
@@ -105,11 +119,15 @@ def _session_tasks(path: Path, names: SubjectDigests) -> set[str]:
         return store.tasks_of(names)
 
 
-def _print_uses(run: RunFolder, rollouts: Collection[str]) -> bool:
-    """Print the batches and versions of a run that hold rollouts. Returns whether its traces name no others."""
+def _erase_from(run: RunFolder, rollouts: Collection[str]) -> bool:
+    """Print the batches and versions of a run that hold rollouts, and delete their tokens from its files.
+
+    Returns whether its traces name no others, and all tokens were deleted."""
     from etude.experience.auditing import steps_of
+    from etude.experience.trace_erasure import erase_rollouts
     from etude.experience.traces import trace_path
     from etude.loop.locations import traces_folder
+    from etude.rollouts.logs import FOLDER as LOGS
 
     rows = open_ledger(run).find_rows(rollouts)
     for row in rows:
@@ -117,20 +135,34 @@ def _print_uses(run: RunFolder, rollouts: Collection[str]) -> bool:
         version = "in no version" if row.version is None else f"trained into {row.version} and all after it"
         print(f"  {run.path}: {row.rollout_id} ({row.state}) {batch}, {version}")
     told = {(row.rollout_id, row.step) for row in rows}
-    wanted = set(rollouts)
+    wanted, complete = set(rollouts), True
     folder = traces_folder(run)
     traced = {(i, step) for step, ids in steps_of(folder, sys.maxsize) for i in ids if i in wanted}
     for rollout_id, step in sorted(traced - told):
         print(f"  {run.path}: {rollout_id} is also in the trace of step {step}, which the ledger does not name")
-    for step in sorted({step for _, step in traced}):
-        print(f"  {run.path}: still readable in the trace of step {step}: {trace_path(folder, step)}")
-    for rollout_id in sorted({row.rollout_id for row in rows}):
-        for path in sorted((run / "rollouts").glob(f"{rollout_id}.*")):
-            print(f"  {run.path}: still readable in {path}")
+    for step in sorted({step for _, step in (*traced, *told) if step is not None}):
+        path = trace_path(folder, step)
+        if not path.exists():
+            continue
+        try:
+            gone = erase_rollouts(path, wanted)
+        except (LedgerError, StoreError) as error:
+            complete = False
+            print(f"error: tokens may still be readable in the trace of step {step}: {error.what}: {error.facts}\n"
+                  f"  hint: delete {path}, or repair it and erase again", file=sys.stderr)  # fmt: skip
+            continue
+        if gone:
+            print(f"  {run.path}: tokens of {len(gone)} rollouts deleted from the trace of step {step}: it cannot be"
+                  " replayed")  # fmt: skip
+    for rollout_id in sorted(wanted):
+        names = ("rollouts", rollout_id), (LOGS, quote(rollout_id, safe=""))
+        for file in sorted(file for place, name in names for file in (run / place).glob(f"{glob.escape(name)}.*")):
+            file.unlink(missing_ok=True)
+            print(f"  {run.path}: deleted {file}")
     agree = traced <= told
     named = "names all" if agree else "lacks some"
     print(f"  {run.path}: its traces hold {len(traced)}; the ledger {named} of them")
-    return agree
+    return agree and complete
 
 
 def export(args: argparse.Namespace) -> int:
@@ -151,7 +183,8 @@ def export(args: argparse.Namespace) -> int:
                 continue
             num += 1
             print(json.dumps(_exported(captured, content, redacted=args.redacted), ensure_ascii=False))
-        attached, known = folder.records.attached(), folder.consent.has_levels(names)
+        attached = [one for one in folder.records.attached() if one[1] != OUTCOMES]  # they have no subject's name
+        known = folder.consent.has_levels(names)
     for path, _ in attached:
         try:
             told = list(_kept_in(path, args.folder, names, redacted=args.redacted))

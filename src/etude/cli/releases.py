@@ -9,11 +9,12 @@ import datetime
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn, cast
 
 from etude.cli.feedback import opened_feedback
 from etude.cli.locations import open_run
 from etude.cli.store_locations import existing_store, is_same_store
-from etude.errors import Exit, InputError
+from etude.errors import Exit, InputError, StoreError
 from etude.evals.suites import read_suite
 from etude.prices import read_prices
 from etude.privacy import PrivacyFolder
@@ -97,6 +98,7 @@ def observe(args: argparse.Namespace) -> int:
             release = releases.newest()
             metrics = {metric.name for metric in release.settings.metrics}
             with opened_feedback(args.feedback, args.capture) as file:
+                file.attach_outcomes(args.file)
                 outcomes = list(outcomes_of(file.signals(since=releases.share_since(release)), metrics))
         num = releases.observe(outcomes, now=time.time())
     print(f"{num} of {len(outcomes)} outcomes are new and count")
@@ -160,9 +162,16 @@ def promote(args: argparse.Namespace) -> int:
 
 
 def rollback(args: argparse.Namespace) -> int:
-    """Give all users the version from before the newest release. Returns 0."""
+    """Give all users the version from before the newest release. Returns 0.
+
+    It takes effect also while the store is away: then `StoreError` is raised, and the same command, or `advance`, moves
+    the pointers later."""
     with _opened(args) as releases:
-        print(_line(releases.rollback(_store(releases), reason=args.reason, now=time.time())))
+        try:
+            store = _store(releases)
+        except InputError as error:
+            store = cast("BlobStore", _Away(error))
+        print(_line(releases.rollback(store, reason=args.reason, now=time.time())))
     return Exit.DONE
 
 
@@ -193,6 +202,18 @@ def _opened(args: argparse.Namespace, *, create: bool = False) -> Iterator[Relea
         yield releases
     finally:
         releases.close()
+
+
+class _Away:
+    """A store that is not where the release says. Every use of it raises `StoreError`."""
+
+    def __init__(self, error: InputError) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> NoReturn:
+        facts = "no user gets the canary any more; the pointers of the store have not moved"
+        hint = "bring the store back, then: etude release advance"
+        raise StoreError(self._error.what, facts, hint=hint)
 
 
 def _store(releases: Releases) -> BlobStore:

@@ -211,11 +211,14 @@ def recompute_run(args: argparse.Namespace) -> int:
         raise RunError(
             f"{run.path} has no recorded step", hint="RL has not formed a batch yet; wait for its first step"
         )
-    of_production = list[int]()
+    of_production, erased = list[int](), list[int]()
     for step in steps:
         recorded = read_step(trace_path(folder, step))
         if any(tree.rollout.group_id.startswith(SOURCE) for tree in recorded.trees):
             of_production.append(step)
+            continue
+        if recorded.erased:
+            erased.append(step)
             continue
         composition = recorded_composition(recorded.rewards, settings.composition(step))
         known = {
@@ -232,6 +235,9 @@ def recompute_run(args: argparse.Namespace) -> int:
     if of_production:
         listed = ", ".join(map(str, of_production))
         print(f"left out: steps of production, which have credit rules of their own: {listed}", file=sys.stderr)
+    if erased:
+        listed = ", ".join(map(str, erased))
+        print(f"left out: steps from which rollouts were erased: {listed}", file=sys.stderr)
     equal = all(one.equal for one in done)
     if args.json:
         print(json.dumps({"run": str(run.path), "equal": equal, "steps": [_plain(one) for one in done]}, indent=2))

@@ -22,6 +22,7 @@ from etude.errors import LedgerError
 from etude.experience.admission import mask_path
 from etude.experience.traces import (
     ARRAYS,
+    ERASED,
     FORMAT,
     METADATA_KEY,
     ROLLOUT,
@@ -109,7 +110,8 @@ class RecordedStep:
     """A recorded step with all turns of its rollouts, from which its rewards and its batch can be computed again.
 
     `rewards`: the settings from which rewards and advantages were computed (`BatchPlan.rewards`); empty in old files.
-    `temperature`: the sampling temperature of the run. `digest`: the `batch_digest` of the batch."""
+    `temperature`: the sampling temperature of the run. `digest`: the `batch_digest` of the batch. `erased`: ids of the
+    rollouts whose turns and samples were erased since (`trace_erasure`); with such, the batch cannot be computed."""
 
     batch_id: str
     step: int
@@ -118,6 +120,7 @@ class RecordedStep:
     rewards: Mapping[str, Any]
     temperature: float
     digest: str
+    erased: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -143,8 +146,14 @@ def _sampling(row: dict[str, Any]) -> Sampling:
 def read_trace(path: TraceFile) -> RecordedBatch:
     """Read a trace file: the batch, equal to the one that was written, and every rollout's outcome.
 
-    Raises `LedgerError` for a missing or damaged file."""
-    table, facts = _read(path)
+    Raises `LedgerError` for a missing or damaged file, and for one from which rollouts were erased."""
+    table, facts = read_table(path)
+    if facts.get(ERASED):
+        raise LedgerError(
+            f"the batch of step {facts['step']} is not complete any more",
+            f"{len(facts[ERASED])} of its rollouts were erased from {path}",
+            hint="replay other steps; the weights of this one are not changed",
+        )
     try:
         if facts["format"] == 1:
             rows = {row["rollout_id"]: row for row in table.select(_JUDGED).to_pylist()}
@@ -188,7 +197,7 @@ def read_rollout(path: TraceFile, rollout_id: str) -> RecordedTree | None:
     In a file of format 1 each path is returned as one turn without sampled tokens. Returns None when the file does not
     have the rollout. Raises `LedgerError` for a missing or damaged file."""
     old = [*_JUDGED, "token_ids"]
-    table, facts = _read(path, _WITHOUT_ROUTES | {1: old})
+    table, facts = read_table(path, _WITHOUT_ROUTES | {1: old})
     try:
         if facts["format"] == 1:
             return _read_rollout_1(table.select(old), rollout_id)
@@ -201,7 +210,7 @@ def read_step(path: TraceFile, *, routes: bool = True) -> RecordedStep:
     """Read a step with all its turns. Raises `LedgerError` for a missing or damaged file, and for one of format 1.
 
     `routes`: whether the turns have their routes, which are most of the bytes."""
-    table, facts = _read(path, None if routes else _WITHOUT_ROUTES)
+    table, facts = read_table(path, None if routes else _WITHOUT_ROUTES)
     try:
         if facts["format"] == 1:
             raise ValueError("format 1 has no turns")
@@ -211,7 +220,8 @@ def read_step(path: TraceFile, *, routes: bool = True) -> RecordedStep:
             raise ValueError("its rewards or temperature are not as they are written")
         names = ("batch_id", "step", "num_loss_tokens")
         found = {name: facts[name] for name in names} | {"digest": str(facts.get("digest", ""))}
-        return RecordedStep(**found, trees=trees, rewards=rewards, temperature=temperature)
+        erased = tuple(map(str, facts.get(ERASED, ())))
+        return RecordedStep(**found, erased=erased, trees=trees, rewards=rewards, temperature=temperature)
     except _PARSE_ERRORS as error:
         raise _damaged(path, error) from error
 
@@ -220,7 +230,7 @@ def read_outcomes(path: TraceFile) -> tuple[Mapping[str, Any], list[RecordedRoll
     """Read the outcomes of a step without its tokens: (settings of its rewards, rollouts).
 
     The settings are empty in old files. Raises `LedgerError` for a missing or damaged file."""
-    table, facts = _read(path, {key: [*_JUDGED, "row"] for key in _SCHEMAS} | {1: _JUDGED})
+    table, facts = read_table(path, {key: [*_JUDGED, "row"] for key in _SCHEMAS} | {1: _JUDGED})
     try:
         rows = table.select([*_JUDGED, "row"] if "row" in table.column_names else _JUDGED).to_pylist()
         found = {row["rollout_id"]: row for row in rows if row.get("row", ROLLOUT) == ROLLOUT}
@@ -249,7 +259,7 @@ def read_index(path: TraceFile) -> Index:
 
     Raises `LedgerError` for a missing or damaged file."""
     columns = {key: ["rollout_id", "reward", "row"] for key in _SCHEMAS} | {1: ["rollout_id", "reward", "in_batch"]}
-    table, facts = _read(path, columns)
+    table, facts = read_table(path, columns)
     rows = table.select(columns[facts["format"]]).to_pylist()
     return Index(
         path=path,
@@ -261,8 +271,10 @@ def read_index(path: TraceFile) -> Index:
     )
 
 
-def _read(path: TraceFile, columns: Mapping[int, list[str]] | None = None) -> tuple[pa.Table, dict[str, Any]]:
-    """Return the table of a file, with these columns for its format (None: all), and its metadata."""
+def read_table(path: TraceFile, columns: Mapping[int, list[str]] | None = None) -> tuple[pa.Table, dict[str, Any]]:
+    """Return the table of a file, with these columns for its format (None: all), and its metadata.
+
+    Raises `LedgerError` for a missing or damaged file."""
     try:
         with path.open("rb") as handle:
             has_digest = verify_parquet(handle, path, kind=LedgerError)

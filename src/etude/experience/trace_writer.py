@@ -107,7 +107,7 @@ def record_batch(
             "rewards": plan.rewards,
         }
 
-    _write(trace_path(folder, plan.step), rows(), facts)
+    replace_trace(trace_path(folder, plan.step), lambda file: _write_rows(file, rows(), facts))
     return made(), _reference(plan, made(), samples, digest=digest(), num_not_plain=not_plain)
 
 
@@ -270,17 +270,20 @@ def _sampling_columns(sampling: Sampling) -> dict[str, Any]:
     return found | {"others": json.dumps(others)}
 
 
-def _write(path: TraceFile, rows: Iterator[dict[str, Any]], facts: Callable[[], dict[str, Any]]) -> None:
+def replace_trace(path: TraceFile, write: Callable[[BinaryIO], None]) -> None:
+    """Write a trace and its digest atomically and durably. `write` writes the Parquet file.
+
+    Raises `StoreError` if it cannot be written."""
     if isinstance(path, StoredTrace):
         buffer = io.BytesIO()
-        _write_rows(buffer, rows, facts)
+        write(buffer)
         seal_parquet(buffer)
         return path.replace(buffer.getvalue())
     temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("w+b") as file:
-            _write_rows(file, rows, facts)
+            write(file)
             seal_parquet(file)
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -27,6 +27,8 @@ from etude.seams import BlobStore
 
 FORMAT = 5
 METADATA_KEY = b"etude.batch"
+ERASED = "erased"
+"""The key in the metadata whose value lists the rollouts without tokens (`trace_erasure`)."""
 ROLLOUT, TURN, SAMPLE = "rollout", "turn", "sample"
 PRODUCTION_SCHEME = "production-baselines"
 """The `scheme` in a step's `rewards` whose rollouts are captured answers to users."""

@@ -287,7 +287,9 @@ class Gateway:
 
     async def _complete(self, request: Request, record: Record, dialect: Dialect) -> Response:
         parsed, model = await self._parsed(request, record, dialect.read)
-        named = "" if self._feedback is None else self._feedback.new_id(*sender(request, record), model.name)
+        named = ""
+        if self._feedback is not None:
+            named = self._feedback.new_id(*sender(request, record), model.name, parsed.n)
         head = new_head(parsed, named)
         record.response_id = dialect.prefix + head.id
         if not parsed.stream:

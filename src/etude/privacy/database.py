@@ -62,6 +62,20 @@ def transaction(db: sqlite3.Connection, path: Path) -> Iterator[None]:
             raise
 
 
+def subjects_in(path: Path, table: str, names: SubjectDigests) -> set[str]:
+    """Return the digests of an organisation's subjects in a table with the columns `organisation` and `subject`. Raises
+    `PrivacyError`."""
+    db = connect(path, "")
+    try:
+        with reported(path):
+            if not db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone():
+                return set()
+            sql = f'SELECT DISTINCT subject FROM "{table}" WHERE organisation = ?'
+            return {subject for (subject,) in db.execute(sql, (names.organisation,))}
+    finally:
+        db.close()
+
+
 def delete_subject(path: Path, table: str, names: SubjectDigests) -> int:
     """Delete the rows of a subject from a table of another SQLite file, also from its free pages and log, and return
     how many they were; for an organisation those of all its users too.

@@ -220,6 +220,14 @@ class RecordStore:
             sql = f"SELECT DISTINCT rollout_id FROM uses WHERE {_column(names)} = ? ORDER BY rollout_id"
             return [row[0] for row in self._db.execute(sql, (names.subject,))]
 
+    def subjects_of(self, names: SubjectDigests) -> set[str]:
+        """Return the digests of all subjects of an organisation with records, also with deleted ones that a rollout
+        holds."""
+        with reported(self._path):
+            of = "SELECT subject FROM {} WHERE organisation = ?1"
+            sql = f"{of.format('records')} UNION {of.format('uses')}"
+            return {subject for (subject,) in self._db.execute(sql, (names.organisation,))}
+
     def delete(self, names: SubjectDigests, *, num_keys: int) -> None:
         """Delete the records of a subject, so that the file and its log no longer contain their bytes, and record the
         erasure.

@@ -7,6 +7,7 @@ a machine that loses power, leaves the state before or after it. An index refuse
 from __future__ import annotations
 
 import contextlib
+import secrets
 import sqlite3
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -144,6 +145,23 @@ class ReleaseDatabase:
                     row = (number, name, metric, share, arm, subject, received, value)
                     sql = "INSERT OR IGNORE INTO outcomes VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
                     num += database.execute(sql, row).rowcount
+        return num
+
+    def unlink(self, pseudonyms: Iterable[tuple[int, bytes]]) -> int:
+        """Give the outcomes of subjects, each a (number of a release, pseudonym), random ids and a random pseudonym.
+
+        Each subject still counts once, and nothing in the file or its log leads to it any more. Returns the number of
+        outcomes."""
+        num = 0
+        with self._errors():
+            self._connection.execute("PRAGMA secure_delete = ON")
+        with self._transaction() as database:
+            for number, subject in pseudonyms:
+                sql = "UPDATE outcomes SET subject = ?, id = 'erased-' || hex(randomblob(16))"
+                row = (secrets.token_bytes(len(subject)), number, subject)
+                num += database.execute(f"{sql} WHERE number = ? AND subject = ?", row).rowcount
+        with self._errors():
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         return num
 
     def values(self, number: int, share: int, before: float, window_s: float) -> list[tuple[str, str, float]]:

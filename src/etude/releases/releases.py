@@ -209,6 +209,13 @@ class Releases:
                 rows.append((one.id, one.metric, release.share, arm.value, subject, now, one.value))
         return self._database.add_outcomes(release.number, rows, release.settings.cap)
 
+    def unlink(self, subjects: Iterable[str]) -> int:
+        """Make the outcomes of erased subjects unlinkable: they still count, and nothing leads from a subject to them.
+
+        `subjects`: as in `Outcome`. Returns the number of outcomes."""
+        names, releases = [*subjects], self.all()
+        return self._database.unlink((one.number, pseudonym(one.salt, name)) for one in releases for name in names)
+
     def share_since(self, release: Release) -> float:
         """Return when the present share of a canary began."""
         since = release.since
@@ -335,11 +342,16 @@ def _described(release: Release) -> str:
 
 
 def _is_open(release: Release) -> ReleaseRefused:
-    return ReleaseRefused(
-        f"release {release.number} is open",
-        f"{release.candidate} is {_described(release)}",
-        hint="promote it, or roll it back: etude release promote | rollback",
-    )
+    if release.pending is not None:
+        hint = "complete it first: etude release advance"
+    elif release.state is State.CANDIDATE:
+        hint = "decide its gate (etude release gate), or end it: etude release rollback"
+    elif release.state is State.GATED:
+        hint = "begin its canary (etude release advance), or end it: etude release rollback"
+    else:
+        hint = "promote it, or roll it back: etude release promote | rollback"
+    what = f"release {release.number} is open"
+    return ReleaseRefused(what, f"{release.candidate} is {_described(release)}", hint=hint)
 
 
 def _no_gate(release: Release) -> ReleaseRefused:
@@ -351,5 +363,10 @@ def _no_gate(release: Release) -> ReleaseRefused:
 
 
 def _wrong_state(release: Release, to: str) -> ReleaseRefused:
-    hint = "complete it first: etude release advance" if release.pending is not None else "see etude release why"
+    if release.pending is not None:
+        hint = "complete it first: etude release advance"
+    elif release.state is State.GATED:
+        hint = "begin its canary first: etude release advance"
+    else:
+        hint = "see etude release why"
     return ReleaseRefused(f"release {release.number} cannot {to}", f"it is {_described(release)}", hint=hint)

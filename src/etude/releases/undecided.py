@@ -30,7 +30,7 @@ def missing_checks(release: Release, folders: Sequence[Path]) -> list[Missing]:
     its result is in no folder."""
     found = [one for gate in release.settings.gate for one in _of_suite(gate, release, folders)]
     if release.settings.parity:
-        at = _checkpoint(release.candidate)
+        at = _checkpoint(release, release.candidate)
         hint = f"etude parity {at} --json > parity.json, then etude release gate ... --parity parity.json"
         found.append(Missing("parity", "the candidate needs a passed comparison of engine and learner", hint))
     return found
@@ -56,7 +56,9 @@ def _of_suite(gate: SuiteGate, release: Release, folders: Sequence[Path]) -> Ite
         if not both[-1]:
             why = f"no result of the {role} {version} in {' or '.join(map(str, folders))}"
             why += f" ({'; '.join(damaged)})" if damaged else ""
-            yield Missing(gate.name, why, f"etude eval {gate.suite} --checkpoint {_checkpoint(version)}{priced}")
+            yield Missing(
+                gate.name, why, f"etude eval {gate.suite} --checkpoint {_checkpoint(release, version)}{priced}"
+            )
     pairs = [(new, old) for new in both[0] for old in both[1]]
     wrong = [not_comparable(new, old, release.candidate, release.stable) for new, old in pairs]
     if pairs and all(wrong):
@@ -70,5 +72,9 @@ def _of_suite(gate: SuiteGate, release: Release, folders: Sequence[Path]) -> Ite
         yield Missing(gate.name, why, f"{hint}; the endless loop takes it from prices in [loop] of its --settings")
 
 
-def _checkpoint(version: Version) -> str:
-    return f"RUN/checkpoints/step-{version.step:06d}"
+def _checkpoint(release: Release, version: Version) -> str:
+    """Return the path of a version's checkpoint, for a command; where there is none, what to give instead."""
+    run, name = Path(release.location).parent, f"step-{version.step:06d}"
+    if (run / "checkpoints" / name).is_dir():
+        return str(run / "checkpoints" / name)
+    return f"CHECKPOINT (one of {version}: its run keeps it as checkpoints/{name} while it is needed)"

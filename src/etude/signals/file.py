@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from etude.errors import InputError, PrivacyError, SignalRefused
 from etude.privacy import Level, PrivacyFolder, Subject
+from etude.privacy.folder import OUTCOMES
 from etude.privacy.keys import KeyStore
 from etude.privacy.subjects import SubjectDigests
 from etude.signals.ids import ResponseId, ResponseIds, model_digest
@@ -150,6 +151,11 @@ class FeedbackFile:
             if allowed.get(names, True):
                 yield one
 
+    def attach_outcomes(self, path: Path) -> None:
+        """Have an erasure in the privacy folder, if there is one, unlink the outcomes in a file of releases."""
+        if self._privacy is not None:
+            self._privacy.records.attach(path, OUTCOMES)
+
     def summaries(self) -> list[Summary]:
         """Return numbers of signals for each name and version."""
         return self.store.summaries()
@@ -194,6 +200,9 @@ class FeedbackFile:
             if refused is not None:
                 return refused if len(sent.signals) == 1 else placed(refused, index)
             assert response is not None
+            if one.answer >= response.answers:
+                absent = _absent(one, response)
+                return absent if len(sent.signals) == 1 else placed(absent, index)
             found.append((one, response))
         return _Verified(names, found)
 
@@ -279,6 +288,17 @@ def _unknown(given: GivenSignal) -> SignalRefused:
         hint="send the id of the response unchanged, with the API key and the header x-etude-user of its request",
         reason="unknown",
         param="response_id",
+    )
+
+
+def _absent(given: GivenSignal, response: ResponseId) -> SignalRefused:
+    answers = "1 answer" if response.answers == 1 else f"{response.answers} answers"
+    return SignalRefused(
+        f"the response has no answer {given.answer}",
+        f"it has {answers}",
+        hint="give the index of the choice that it is about, from 0",
+        reason="unknown",
+        param="answer",
     )
 
 

@@ -1,8 +1,8 @@
 """Signed ids of responses: who was given an answer, when, and by which model, without a record of each answer.
 
-An id is 64 hexadecimal characters: 6 bytes of time (ms), 6 random ones, 4 that name the model, and the first 16 of an
-HMAC-SHA256 over these and the names of organisation and user. An API of the gateway puts its prefix before it, such as
-"chatcmpl-"."""
+An id is 64 hexadecimal characters: 6 bytes of time (ms), 5 random ones, 1 with the number of answers, 4 that name the
+model, and the first 16 of an HMAC-SHA256 over these and the names of organisation and user. An API of the gateway puts
+its prefix before it, such as "chatcmpl-"."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from etude.records.served import PREFIXES
 
 MAX_CHARS = 128
 """The longest text that may be an id."""
-_TIME, _NONCE, _MODEL, _TAG = 6, 6, 4, 16
-_ID = re.compile(rf"(?:{'|'.join(PREFIXES)})?([0-9a-f]{{{2 * (_TIME + _NONCE + _MODEL + _TAG)}}})", re.ASCII)
+_TIME, _NONCE, _ANSWERS, _MODEL, _TAG = 6, 5, 1, 4, 16
+_ID = re.compile(rf"(?:{'|'.join(PREFIXES)})?([0-9a-f]{{{2 * (_TIME + _NONCE + _ANSWERS + _MODEL + _TAG)}}})", re.ASCII)
 
 
 class ResponseId(NamedTuple):
@@ -28,10 +28,12 @@ class ResponseId(NamedTuple):
 
     - `text`: without the prefix, as `Captured.response_id`.
     - `began`: when the answer was begun, Unix time in s.
+    - `answers`: the number of answers in the response.
     - `model`: the digest of the served model's name (`model_digest`)."""
 
     text: str
     began: float
+    answers: int
     model: str
 
 
@@ -49,10 +51,12 @@ class ResponseIds:
     def __init__(self, secret: bytes, *, clock: Callable[[], float] = time.time) -> None:
         self._secret, self._clock = secret, clock
 
-    def new(self, organisation: str, user: str, model: str) -> str:
-        """Return the id of a new response to a user of an organisation (or to no named one: "") by a served model."""
+    def new(self, organisation: str, user: str, model: str, answers: int = 1) -> str:
+        """Return the id of a new response to a user of an organisation (or to no named one: "") by a served model.
+
+        `answers`: the number of answers in the response, 1 to 255."""
         began = int(self._clock() * 1000).to_bytes(_TIME, "big")
-        payload = began + secrets.token_bytes(_NONCE) + bytes.fromhex(model_digest(model))
+        payload = began + secrets.token_bytes(_NONCE) + bytes([answers]) + bytes.fromhex(model_digest(model))
         return (payload + self._tag(payload, organisation, user)).hex()
 
     def verify(self, text: str, organisation: str, user: str) -> ResponseId | None:
@@ -64,11 +68,12 @@ class ResponseIds:
         payload, tag = data[:-_TAG], data[-_TAG:]
         if not hmac.compare_digest(tag, self._tag(payload, organisation, user)):
             return None
-        return ResponseId(found[1], int.from_bytes(payload[:_TIME], "big") / 1000, payload[-_MODEL:].hex())
+        began, answers = int.from_bytes(payload[:_TIME], "big") / 1000, payload[_TIME + _NONCE]
+        return ResponseId(found[1], began, answers, payload[-_MODEL:].hex())
 
     def _tag(self, payload: bytes, organisation: str, user: str) -> bytes:
         names = [name.encode("utf-8", "surrogatepass") for name in (organisation, user)]
-        signed = b"".join([b"etude response 1\0", payload, *(struct.pack(">Q", len(one)) + one for one in names)])
+        signed = b"".join([b"etude response 2\0", payload, *(struct.pack(">Q", len(one)) + one for one in names)])
         return hmac.digest(self._secret, signed, "sha256")[:_TAG]
 
 

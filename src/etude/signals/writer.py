@@ -80,9 +80,9 @@ class FeedbackWriter:
         self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
         self._thread.start()
 
-    def new_id(self, organisation: str, user: str, model: str) -> str:
+    def new_id(self, organisation: str, user: str, model: str, answers: int = 1) -> str:
         """Return the signed id of a new response (`ResponseIds.new`)."""
-        return self._ids.new(organisation, user, model)
+        return self._ids.new(organisation, user, model, answers)
 
     def offer(self, answer: ServedAnswer) -> None:
         """Record which version of the weights sampled an answer, in the background. Returns at once."""

@@ -18,9 +18,9 @@ def test_a_signal_is_of_the_answer_that_it_names_and_of_no_other_one_of_its_resp
         folder.consent._clock = clock
         folder.consent.set(ACME, Level.TRAIN)
         with opened(tmp_path / "f.sqlite", clock, privacy=folder) as file:
-            one, two = (file.ids.new("acme", "bob", "m") for _ in range(2))
+            one, two = (file.ids.new("acme", "bob", "m", 3) for _ in range(2))
             clock.now += 5
-            add(file, given(one, "a", answer=1), given(one, "b", answer=7), given(two, "c", value=0.5))
+            add(file, given(one, "a", answer=1), given(one, "b", answer=2), given(two, "c", value=0.5))
             found = FeedbackSignals(file).values_of([(one, 0), (one, 1), (two, 0)])
     assert found == {(one, 1): {"kept": [1.0]}, (two, 0): {"kept": [0.5]}}
 

@@ -28,8 +28,9 @@ from etude.numerics.config import NumericsConfig
 from etude.privacy import CaptureWriter, Level, PrivacyFolder, Subject
 from etude.records.completion import Version, VersionSpan
 from etude.releases import Releases
+from etude.releases.assignment import pseudonym
 from etude.run import RunFolder
-from etude.signals import FeedbackFile
+from etude.signals import FeedbackFile, FeedbackWriter
 from etude.stores import DirectoryStore
 from etude.weights.chain.branches import drop
 
@@ -132,6 +133,80 @@ def test_why_and_advance_tell_the_dollars_per_kept_change_of_both_versions(
         assert "hint: " in capsys.readouterr().err
 
 
+def test_a_rollback_takes_effect_while_the_store_is_away(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stable, _ = branches(DirectoryStore(place / "store"))
+    assert main(BEGIN) == main(GATE) == 0
+    assert main(["release", "promote", "--reason", "hurry"]) == 1
+    assert "begin its canary first" in capsys.readouterr().err
+    assert main(["release", "advance"]) == 0
+    (place / "store").rename(place / "away")
+    assert main(["release", "promote", "--reason", "good"]) == 2, "nothing was decided"
+    assert main(["release", "rollback", "--reason", "bad"]) == 1
+    told = capsys.readouterr().err
+    assert "no user gets the canary any more" in told
+    assert "hint: bring the store back" in told
+    assert not (place / "store").exists()
+    with contextlib.closing(Releases(place / "releases.sqlite")) as releases:
+        assert releases.newest().share == 0
+    (place / "away").rename(place / "store")
+    assert main(["release", "advance"]) == 0
+    assert "release 1: rolled back since" in capsys.readouterr().out
+    assert branches(DirectoryStore(place / "store")) == (stable, stable)
+
+
+@pytest.mark.parametrize("erased", ["acme/bob", "acme"])
+def test_an_erasure_leaves_outcomes_that_count_and_lead_to_nobody(
+    place: Path, capsys: pytest.CaptureFixture[str], erased: str
+) -> None:
+    assert main(BEGIN) == main(GATE) == main(["release", "advance"]) == 0
+    with (
+        PrivacyFolder(place / "privacy") as folder,
+        FeedbackFile(place / "f.sqlite", privacy=folder, create=True) as file,
+    ):
+        folder.consent.set(Subject.of("acme"), Level.METRICS)
+        with contextlib.closing(Releases(place / "releases.sqlite")) as releases:
+            release = releases.newest()
+        time.sleep(0.3)  # outcomes count for answers that were begun after the share
+        writer = FeedbackWriter(place / "f.sqlite", privacy=place / "privacy")
+        for user, version in (("bob", release.stable), ("eve", release.candidate)):
+            for number in range(2):
+                response_id = writer.new_id("acme", user, "m-canary" if user == "eve" else "m")
+                answer = served_answer(user, response_id=response_id, model="m-canary" if user == "eve" else "m")
+                done = msgspec.structs.replace(answer.completion, spans=(VersionSpan(version, 5),))
+                writer.offer(msgspec.structs.replace(answer, completion=done))
+                body = {"id": f"{number}", "response_id": response_id, "name": "kept", "value": float(number)}
+                writer.receive("acme", user, msgspec.json.encode(body)).result(60)
+        assert writer.close(60)
+        signals, bob = list(file.signals()), folder.keys.names(Subject.of("acme", "bob")).subject
+    capsys.readouterr()
+    observe = ["release", "observe", "--feedback", "f.sqlite"]
+    assert main(observe) == 0
+    assert "4 of 4 outcomes are new" in capsys.readouterr().out
+
+    def values() -> list[tuple[str, str, float]]:
+        with contextlib.closing(Releases(place / "releases.sqlite")) as releases:
+            return sorted(releases._database.values(release.number, release.share, 1e12, 1e12))
+
+    def on_disk() -> bytes:
+        return b"".join(path.read_bytes() for path in sorted(place.glob("releases.sqlite*")))
+
+    before, mine = values(), [one.id.encode() for one in signals if one.subject == bob]
+    assert [mean for *_, mean in before] == [0.5, 0.5]
+    traces = [pseudonym(release.salt, bob), *mine]
+    assert all(one in on_disk() for one in traces)
+    for again in (4 if erased == "acme" else 2, 0):
+        assert main(["privacy", "erase", erased]) == 0
+        assert f"releases.sqlite: {again} outcomes made unlinkable" in capsys.readouterr().out
+        assert not any(one in on_disk() for one in traces)
+        assert values() == before
+    assert main(observe) == 0
+    assert "0 of" in capsys.readouterr().out
+    assert main(["privacy", "export", "acme/bob"]) == 0
+    (place / "releases.sqlite").unlink()
+    assert main(["privacy", "erase", erased]) == 1
+    assert "its outcomes were not unlinked" in capsys.readouterr().err
+
+
 def test_a_candidate_that_fails_its_gate_is_refused_with_exit_code_1(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,9 +252,13 @@ def test_why_names_each_check_of_a_gate_that_cannot_be_made_with_its_reason_and_
     old, new = published(DirectoryStore(place / "store"))
     assert "now: the gate cannot be decided:" in told
     assert f"  repair: no result of the stable version {old} in evals or releases.sqlite.evals\n" in told
-    assert "    hint: etude eval repair --checkpoint RUN/checkpoints/step-000000 --prices FILE\n" in told
+    assert f"    hint: etude eval repair --checkpoint CHECKPOINT (one of {old}: its run keeps it as" in told
     assert f"no result of the candidate {new}" in told
-    assert f"etude eval {place / 'own.toml'} --checkpoint RUN/checkpoints/step-000001\n" in told
+    assert f"etude eval {place / 'own.toml'} --checkpoint CHECKPOINT (one of {new}:" in told
+    there = place / "checkpoints" / "step-000001"  # beside the store, as in a run
+    there.mkdir(parents=True)
+    assert f"etude eval {place / 'own.toml'} --checkpoint {there}\n" in why()
+    assert f"etude parity {there} --json" in why()
     assert "  parity: the candidate needs" in told
     assert told.count("repair:") == 1, "the candidate's result on it is there"
     (place / "old.json").rename(place / "evals" / "repair" / "old.json")

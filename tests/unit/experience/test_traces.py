@@ -346,7 +346,7 @@ def test_a_turn_that_was_not_sampled_plainly_is_recorded_and_counted_but_not_tra
     assert [(s.rollout_id, int(s.path.mask.sum())) for s in batch.samples] == [("g000000.0", 2)]
     turns = [row["sampling"] for row in rows if row["row"] == "turn"]
     assert [bool(row["others"]) for row in turns] == [True, False, True]
-    table, _ = trace_reader._read(trace_path(tmp_path, 5))
+    table, _ = trace_reader.read_table(trace_path(tmp_path, 5))
     found = [turn.sampling for _, trace, _ in trace_reader._rollouts(table) for turn in trace.turns]
     assert found == [odd, SAMPLING, odd]
     (tmp_path / "again").mkdir()
@@ -394,7 +394,7 @@ def test_every_turn_of_any_tree_is_read_back(tmp_path, kit, seed, kind, group_by
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(trace_writer, "ROW_GROUP_BYTES", group_bytes)
         written(tmp_path, kit, *(of_traces(kit, f"g00000{i}", some) for i, some in enumerate(traces)))
-    table, _ = trace_reader._read(trace_path(tmp_path, 5))
+    table, _ = trace_reader.read_table(trace_path(tmp_path, 5))
     found = [trace.turns for _, trace, _ in trace_reader._rollouts(table)]
     assert len(found) == 8
     for turns, was in zip(found, (trace for some in traces for trace in some), strict=True):

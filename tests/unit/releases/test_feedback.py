@@ -138,7 +138,7 @@ class Product:
 
     def answer(self, user: str, version: Version, kept: float | None, *, index: int = 0, **changed: Any) -> str:
         """Capture an answer of 5 read tokens, 2 of them cached, and 3 sampled ones, or `changed`. Returns its id."""
-        response_id = changed.pop("response_id", None) or self.file.ids.new("acme", user, "m")
+        response_id = changed.pop("response_id", None) or self.file.ids.new("acme", user, "m", 2)
         cached = changed.pop("cached", 2)
         one = served_answer(user, said="yes", response_id=response_id, index=index, at=self.clock.now, **changed)
         done = msgspec.structs.replace(one.completion, spans=(VersionSpan(version, 3),), num_cached=cached)

@@ -129,6 +129,27 @@ def test_a_candidate_that_fails_its_gate_is_refused_for_good_with_the_reason(tmp
     assert releases.begin(store, versions[2], settings(), location="memory", now=3.0).number == 2
 
 
+def test_a_second_release_is_told_what_can_be_done_with_the_open_one(tmp_path: Path) -> None:
+    store = MemoryStore()
+    candidate = published(store)[1]
+    releases = Releases(tmp_path / "releases.sqlite")
+
+    def hint() -> str:
+        with pytest.raises(ReleaseRefused, match="release 1 is open") as refused:
+            releases.begin(store, candidate, settings(), location="memory", now=1.0)
+        return refused.value.hint
+
+    release = releases.begin(store, candidate, settings(), location="memory", now=0.0)
+    assert "etude release gate" in hint()
+    assert "promote" not in hint()
+    releases.gate(passed(release), now=1.0)
+    assert "etude release advance" in hint()
+    assert "promote" not in hint()
+    releases.advance(store, now=2.0)
+    assert "etude release promote | rollback" in hint()
+    releases.close()
+
+
 def test_two_releases_at_once_are_refused_in_one_file_and_in_two(tmp_path: Path) -> None:
     store = MemoryStore()
     releases = begun(tmp_path / "releases.sqlite", store)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import email.utils
 import json
 import shutil
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -97,7 +99,7 @@ def test_a_client_sends_signals_of_its_user_once(tmp_path: Path, send: Send) -> 
 class Unreliable(BaseHTTPRequestHandler):
     """Passes requests on to a gateway; says 503 to the first, and cuts off the answer to the second."""
 
-    url = ""
+    url, retry_after = "", "0"
     bodies: list[bytes]
 
     def do_POST(self) -> None:
@@ -105,7 +107,7 @@ class Unreliable(BaseHTTPRequestHandler):
         self.bodies.append(body)
         if len(self.bodies) == 1:
             self.send_response(503)
-            self.send_header("retry-after", "0")
+            self.send_header("retry-after", self.retry_after)
             self.send_header("content-length", "0")
             self.end_headers()
             return
@@ -121,7 +123,14 @@ class Unreliable(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_client_repeats_what_was_not_answered_under_the_same_ids(tmp_path: Path, send: Send) -> None:
+@pytest.mark.parametrize("retry_after", ["0", "a date"])
+def test_a_client_repeats_what_was_not_answered_under_the_same_ids(
+    tmp_path: Path, send: Send, retry_after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    date = int(time.time()) + 4.0
+    told_date = email.utils.formatdate(date, usegmt=True)
+    monkeypatch.setattr(Unreliable, "retry_after", told_date if retry_after == "a date" else retry_after)
+
     async def work() -> None:
         writer = FeedbackWriter(tmp_path / "f.sqlite")
         async with served(writer) as http:
@@ -137,6 +146,7 @@ def test_a_client_repeats_what_was_not_answered_under_the_same_ids(tmp_path: Pat
                 server.server_close()
                 thread.join(60)
             assert told == {"kept": "duplicate"}
+            assert retry_after == "0" or time.time() >= date
             assert len(Unreliable.bodies) == 3
             assert len(set(Unreliable.bodies)) == 1
             assert writer.counts()["stored"] == 1

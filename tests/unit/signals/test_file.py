@@ -18,7 +18,7 @@ from etude.signals.versions import Observation
 
 def test_a_signal_counts_once_and_another_content_under_its_id_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path / "f.sqlite") as file:
-        answer = file.ids.new("acme", "bob", "m")
+        answer = file.ids.new("acme", "bob", "m", 2)
         assert add(file, given(f"chatcmpl-{answer}")) == ["stored"]
         assert add(file, given(answer), given(f"msg_{answer}")) == ["duplicate", "duplicate"]
         for other in ({"value": 0.5}, {"name": "rated"}, {"answer": 1}, {"at": BEGIN}):
@@ -41,6 +41,21 @@ def test_a_request_is_accepted_whole_or_not_at_all(tmp_path: Path) -> None:
         one, two = file.add([Sent("acme", "bob", [*good, given("0" * 64)]), Sent("acme", "bob", good)])
         assert isinstance(one, SignalRefused)
         assert [receipt.status.value for receipt in two] == ["stored"] * 3  # type: ignore[union-attr]
+
+
+def test_a_signal_about_an_answer_that_the_response_does_not_have_is_refused(tmp_path: Path) -> None:
+    with opened(tmp_path / "f.sqlite") as file:
+        one, three = file.ids.new("acme", "bob", "m"), file.ids.new("acme", "bob", "m", 3)
+        for response, number, told in ((one, 1, "1 answer"), (one, 7, "1 answer"), (three, 3, "3 answers")):
+            with pytest.raises(SignalRefused, match=f"no answer {number}") as refused:
+                add(file, given(response, answer=number))
+            assert (refused.value.reason, refused.value.param) == ("unknown", "answer")
+            assert refused.value.facts == f"it has {told}"
+        with pytest.raises(SignalRefused) as refused:
+            add(file, given(three, "a", answer=2), given(one, "b", answer=7))
+        assert refused.value.param == "signals[1].answer"
+        assert add(file, given(three, answer=2)) == ["stored"]
+        assert [signal.answer for signal in file.signals()] == [2]
 
 
 def test_the_same_id_of_two_users_is_two_signals(tmp_path: Path) -> None:

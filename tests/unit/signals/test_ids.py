@@ -15,11 +15,11 @@ SECRET = bytes(range(32))
 
 def test_an_id_says_when_and_by_which_model_for_whom_it_was_given() -> None:
     ids = ResponseIds(SECRET, clock=Clock(BEGIN + 0.123))
-    response_id = ids.new("acme", "bob", "laptop")
+    response_id = ids.new("acme", "bob", "laptop", 3)
     for prefix in ("", *PREFIXES):
         found = ids.verify(prefix + response_id, "acme", "bob")
         assert found is not None
-        assert (found.text, found.began, found.model) == (response_id, BEGIN + 0.123, model_digest("laptop"))
+        assert found == (response_id, BEGIN + 0.123, 3, model_digest("laptop"))
     assert began_at(response_id) == BEGIN + 0.123
 
 

@@ -95,7 +95,7 @@ def test_many_answers_are_joined_page_by_page(product: Product) -> None:
 
 def test_signals_are_of_the_answer_that_they_name(product: Product) -> None:
     writer = CaptureWriter(product.folder.path)
-    response_id = product.file.ids.new("acme", "bob", "laptop")
+    response_id = product.file.ids.new("acme", "bob", "laptop", 3)
     for index in range(3):
         writer.offer(served_answer("bob", response_id=response_id, index=index, at=product.clock.now + index))
     assert writer.close(60)
