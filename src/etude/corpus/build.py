@@ -215,5 +215,5 @@ def _require_tokens(supplies: Sequence[Supply], counts: dict[str, Counts], licen
         facts += f"; no document has {' or '.join(licences)}, their licences are " + ", ".join(
             f"{name} ({found[name]:,})" for name in common
         )
-        hint = f"correct `licences`: {nearest(licences[0], common)}; or loosen the other filters that the counts name"
+        hint = f"correct `licences` ({nearest(licences[0], common)}), or loosen the other filters that the counts name"
     raise CorpusError("no document is left", facts, hint=hint)

@@ -271,7 +271,7 @@ class HeldOutText:
 
     @cached_property
     def segments(self) -> tuple[U64, ...]:
-        """The distinct n-grams of each segment of the text. Empty: the text is too short to be found."""
+        """The distinct n-grams of each segment of the text. Empty: it is too short, or too repetitive, to be found."""
         return tuple(_segments(self))
 
 

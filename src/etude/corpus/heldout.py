@@ -58,7 +58,7 @@ def _long_enough(texts: Iterable[HeldOutText], where: str, hint: str) -> Iterato
         yield text
     if total and num_short == total:
         code, prose = CODE_GRAM + MIN_CODE - 1, PROSE_GRAM + MIN_PROSE - 1
-        facts = f"texts of fewer than {code} tokens of code or {prose} words are not searched for"
+        facts = f"texts of fewer than {code} tokens of code or {prose} words, and repetitive ones, are not searched for"
         raise ConfigError(
             f"{where}: {num_short:,} of {total:,} held-out texts are too short to be found", facts, hint=hint
         )
