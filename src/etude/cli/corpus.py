@@ -137,6 +137,7 @@ def _print_counts(corpus: Corpus) -> None:
             )
     if too_short := manifest.heldout.too_short:
         named = ", ".join(too_short[:5])
-        screen.print(f"{len(too_short):,} held-out texts are too short to be found, among them {named}", markup=False)
+        count = f"{len(too_short):,} of {len(too_short) + manifest.heldout.texts:,}"
+        screen.print(f"{count} held-out texts are too short to be found, among them {named}", markup=False)
     own = manifest.tokenizer
     screen.print(f"tokenizer {own.sha256[:12]}, {own.vocab_size:,} tokens, end token {own.end}", markup=False)

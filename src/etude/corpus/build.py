@@ -41,9 +41,11 @@ from etude.corpus.shards import (
 )
 from etude.corpus.work import Work
 from etude.corpus.workers import InThisProcess, Workers
-from etude.errors import CorpusError, InputError
+from etude.errors import CorpusError, InputError, nearest
 
 I64 = npt.NDArray[np.int64]
+_NAMED_LICENCES = 5
+"""How many licences of dropped documents an error names, at most."""
 Progress = Callable[[str, int, int], None]
 """Called with the name of a pass, the number of its finished parts, and their total."""
 
@@ -57,9 +59,10 @@ def build_corpus(
     done in this process, which hangs if a disk or a plug-in hangs. `on_part`: called with the progress.
 
     Returns the corpus at once if it was already built with this config. Raises `ConfigError` for settings that do not
-    fit the tokenizer, `InputError` for a folder with other content, and `CorpusError` for a full disk, for sources that
-    changed since the build began, for a process that hangs or was killed, and for a folder that another process is
-    building. After each of these errors the finished parts are kept, and the same call continues the build."""
+    fit the tokenizer, `InputError` for a folder with other content or a path to a file, and `CorpusError` for a full
+    disk, for sources that changed since the build began, for a process that hangs or was killed, and for a folder that
+    another process is building. After each of these errors the finished parts are kept, and the same call continues the
+    build."""
     encoder = Encoder.load(config.tokenizer, config.fim, seed=config.seed)
     plain = json.loads(json.dumps(to_plain(config)))
     work = folder / "work"
@@ -70,6 +73,9 @@ def build_corpus(
             raise InputError(f"{folder} has a corpus that was built with another config", hint=hint)
         shutil.rmtree(work, ignore_errors=True)  # of a build that was killed at its very end
         return corpus
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise InputError(f"no corpus can be built in {folder}", f"{existing} is a file", hint="give a new folder")
     if folder.exists() and not work.is_dir() and any(folder.iterdir()):
         raise InputError(
             f"{folder} is not empty", "its files are not those of an unfinished corpus", hint="give a new folder"
@@ -125,7 +131,7 @@ class _Build:
         self._each("encoding", "encode", list(enumerate(pieces.split(duplicates.kept_N))))
         counts = counts_of(self.config, pieces, duplicates)
         supplies = self._supplies(pieces, duplicates)
-        _require_tokens(supplies, counts)
+        _require_tokens(supplies, counts, self.config.licences)
         phases = [self._write_phase(pieces, drawn) for drawn in draw(self.config, supplies)]
         manifest = Manifest(
             format=FORMAT,
@@ -195,8 +201,19 @@ class _Build:
         return phase_facts(drawn, dict(zip(names, of_source.tolist(), strict=True)), [shard for shard, _ in written])
 
 
-def _require_tokens(supplies: Sequence[Supply], counts: dict[str, Counts]) -> None:
-    if not any(supply.total for supply in supplies):
-        dropped = {reason: n for one in counts.values() for reason, n in one.dropped.items()}
-        facts = f"dropped: {dropped}" if dropped else "the sources have no document"
-        raise CorpusError("no document is left", facts, hint="loosen the filters that the counts name")
+def _require_tokens(supplies: Sequence[Supply], counts: dict[str, Counts], licences: Sequence[str] | None) -> None:
+    if any(supply.total for supply in supplies):
+        return
+    total = Counts()
+    for one in counts.values():
+        total.add(one)
+    facts, hint = "the sources have no document", "loosen the filters that the counts name"
+    if total.dropped:
+        facts = f"dropped: {total.dropped}"
+    if licences and (found := total.other_licences):
+        common = sorted(found, key=lambda name: -found[name])[:_NAMED_LICENCES]
+        facts += f"; no document has {' or '.join(licences)}, their licences are " + ", ".join(
+            f"{name} ({found[name]:,})" for name in common
+        )
+        hint = f"correct `licences` ({nearest(licences[0], common)}), or loosen the other filters that the counts name"
+    raise CorpusError("no document is left", facts, hint=hint)

@@ -120,7 +120,10 @@ def check_tokenizer(folder: Path, sha256: str, *, noun: str) -> None:
 
     `sha256`: 64 hex characters. `noun`: what the error calls the folder."""
     path = folder / "tokenizer.json"
-    found = file_digest(path) if path.is_file() else "none"
+    if not path.is_file():
+        facts = f"there is no file {path}" if folder.is_dir() else f"there is no folder {folder}"
+        raise ConfigError(f"the {noun} has no tokenizer", facts, hint="give the path of an existing one")
+    found = file_digest(path)
     if found != sha256:
         facts = f"the SHA-256 of {path} is {found[:12]}, that of tokenizer.path {sha256[:12]}"
         hint = f"set tokenizer.path to {folder}"

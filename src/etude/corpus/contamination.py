@@ -269,6 +269,11 @@ class HeldOutText:
         prose."""
         return cls(name, text, name.lower().endswith(_PROSE_ENDINGS))
 
+    @cached_property
+    def segments(self) -> tuple[U64, ...]:
+        """The distinct n-grams of each segment of the text. Empty: it is too short, or too repetitive, to be found."""
+        return tuple(_segments(self))
+
 
 @dataclass(frozen=True)
 class HeldOutIndex:
@@ -296,7 +301,7 @@ class HeldOutIndex:
         needs, owners, names, too_short = list[int](), list[int](), list[str](), list[str]()
         has = {True: False, False: False}
         for text in texts:
-            found = list(_segments(text))
+            found = text.segments
             if not found:
                 too_short.append(text.name)
                 continue

@@ -33,11 +33,13 @@ _MINIFIED_CHARS, _MINIFIED_LINE = 2_000, 400  # a text of this size whose lines 
 class Filtered:
     """The result of the filters for one document: the document to keep, or None and the `reason`.
 
-    `secrets`: the kinds of the secrets that were redacted in the document."""
+    `secrets`: the kinds of the secrets that were redacted in the document. `licence`: the one for which it is
+    dropped, if that is the reason."""
 
     document: Document | None
     reason: str = ""
     secrets: tuple[str, ...] = ()
+    licence: str = ""
 
 
 def filtered(document: Document, config: CorpusConfig) -> Filtered:
@@ -50,7 +52,7 @@ def filtered(document: Document, config: CorpusConfig) -> Filtered:
         return Filtered(None, reason)
     licence = header_licence(document.text) or document.licence or UNKNOWN
     if config.licences is not None and not is_allowed(licence, config.licences):
-        return Filtered(None, "licence")
+        return Filtered(None, "licence", licence=licence)
     found = list(find_secrets(document.text))
     if found and (config.secrets is Secrets.DROP or document.said):  # in a chat, the answers would move
         return Filtered(None, "secret")

@@ -16,7 +16,7 @@ from typing import Any
 
 from etude.corpus.documents import MAX_BYTES, Document, Dropped, decoded
 from etude.corpus.licences import is_licence_file, licence_of, nearest_licence
-from etude.corpus.sources import Divided, in_pieces, is_wanted
+from etude.corpus.sources import Divided, in_pieces, is_wanted, no_match
 from etude.errors import CorpusError, InputError
 
 DEADLINE_S = 600.0
@@ -38,7 +38,7 @@ class Git(Divided):
 
     `commit`: an id, a branch or a tag. `files` and `exclude` are patterns of paths; `*` also matches "/". The id of a
     document is "path@blob", so it stays the same in later commits that do not change the file. Links and submodules are
-    left out. Raises `InputError` if there is no repository or no such commit."""
+    left out. Raises `InputError` if there is no repository or no such commit, or if no file matches."""
 
     path: Path
     commit: str = "HEAD"
@@ -62,11 +62,12 @@ class Git(Divided):
         licences: dict[str, str] = {}
         for (path, _), (_, data) in zip(wanted, self._blobs([blob for _, blob in wanted]), strict=True):
             licences[path.rpartition("/")[0]] = licence_of((data or b"")[: 1 << 16].decode("utf-8", "replace"))
-        return in_pieces(
+        pieces = in_pieces(
             ([path, blob, size, nearest_licence(path, licences)], size)
             for path, blob, size in rows
             if is_wanted(path, self.files, self.exclude)
         )
+        return pieces or no_match(f"{self.path} at {self.commit}", self.files, self.exclude)
 
     def read(self, piece: Any) -> Iterator[Document | Dropped]:
         """Yield the documents of a piece that `pieces` returned."""

@@ -10,12 +10,17 @@ from typing import Protocol, runtime_checkable
 from etude import progress
 from etude.config import Plugin, named
 from etude.corpus.config import HeldOutConfig
-from etude.corpus.contamination import HeldOutText
+from etude.corpus.contamination import CODE_GRAM, MIN_CODE, MIN_PROSE, PROSE_GRAM, HeldOutText
 from etude.corpus.documents import MAX_BYTES
 from etude.errors import ConfigError
 from etude.plugins import Kind, make
 from etude.records.task import Split
 from etude.seams import TaskSource
+
+_LARGER_TASKS = (
+    "remove it, or use larger tasks here and in the run, such as "
+    '{kind = "etude.tasks.repair.source:RepairSource", seed = 0, functions_per_file = 3}'
+)
 
 
 @runtime_checkable
@@ -31,17 +36,38 @@ class WithHeldOut(Protocol):
 def heldout_texts(config: HeldOutConfig) -> Iterator[HeldOutText]:
     """Yield the held-out texts of a config, in a fixed order.
 
-    Raises `ConfigError` for a pattern that matches no file and for a file that is too large or not UTF-8, and
-    `PluginRefused`, `NoSource` or `TaskError` for a task source that cannot be used."""
+    Raises `ConfigError` for a pattern that matches no file, for a file that is too large or not UTF-8, and for a
+    pattern or task source of which all texts are too short to be found. Raises `PluginRefused`, `NoSource` or
+    `TaskError` for a task source that cannot be used."""
     for pattern in config.files:
         paths = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
         if not paths:
             raise ConfigError(f"heldout.files: no file matches {pattern!r}", hint="correct the pattern, or remove it")
-        for path in paths:
-            progress.begin(f"reading held-out text {path}")
-            yield HeldOutText.of(path, _text_of(Path(path)))
+        hint = "name longer texts, or remove the pattern"
+        yield from _long_enough(_texts_of_files(paths), f"heldout.files: {pattern!r}", hint)
     for tasks in config.tasks:
-        yield from _texts_of_tasks(tasks, config)
+        named_as = tasks.path if isinstance(tasks, Plugin) else tasks
+        yield from _long_enough(_texts_of_tasks(tasks, config), f"heldout.tasks: {named_as!r}", _LARGER_TASKS)
+
+
+def _long_enough(texts: Iterable[HeldOutText], where: str, hint: str) -> Iterator[HeldOutText]:
+    """Yield texts. Raises `ConfigError` at the end if all of them were too short to be found."""
+    total = num_short = 0
+    for text in texts:
+        total, num_short = total + 1, num_short + (not text.segments)
+        yield text
+    if total and num_short == total:
+        code, prose = CODE_GRAM + MIN_CODE - 1, PROSE_GRAM + MIN_PROSE - 1
+        facts = f"texts of fewer than {code} tokens of code or {prose} words, and repetitive ones, are not searched for"
+        raise ConfigError(
+            f"{where}: {num_short:,} of {total:,} held-out texts are too short to be found", facts, hint=hint
+        )
+
+
+def _texts_of_files(paths: Iterable[str]) -> Iterator[HeldOutText]:
+    for path in paths:
+        progress.begin(f"reading held-out text {path}")
+        yield HeldOutText.of(path, _text_of(Path(path)))
 
 
 def _source(tasks: str | Plugin, seed: int) -> TaskSource:

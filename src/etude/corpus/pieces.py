@@ -52,6 +52,7 @@ class Counts(msgspec.Struct, kw_only=True):
     """Counts of the documents of one piece. `bytes`: the size of the kept texts in UTF-8.
 
     `licences`, `dropped` and `redacted` map a licence, a reason or a kind of secret to the number of documents.
+    `other_licences` has the licences of the documents that were dropped for theirs.
     `examples` maps a reason to some of the documents that were dropped for it."""
 
     documents: int = 0
@@ -59,6 +60,7 @@ class Counts(msgspec.Struct, kw_only=True):
     licences: dict[str, int] = msgspec.field(default_factory=dict)
     dropped: dict[str, int] = msgspec.field(default_factory=dict)
     redacted: dict[str, int] = msgspec.field(default_factory=dict)
+    other_licences: dict[str, int] = msgspec.field(default_factory=dict)
     examples: dict[str, list[str]] = msgspec.field(default_factory=dict)
 
     def drop(self, reason: str, example: str) -> None:
@@ -84,6 +86,7 @@ class Counts(msgspec.Struct, kw_only=True):
             (self.licences, other.licences),
             (self.dropped, other.dropped),
             (self.redacted, other.redacted),
+            (self.other_licences, other.other_licences),
         ):
             for name, count in theirs.items():
                 mine[name] = mine.get(name, 0) + count
@@ -167,7 +170,9 @@ def _kept(config: CorpusConfig, job: Job, heldout: HeldOutIndex, counts: Counts)
         for kind in result.secrets:
             counts.redacted[kind] = counts.redacted.get(kind, 0) + 1
         if result.document is None:
-            counts.drop(result.reason, found.id)
+            counts.drop(result.reason, f"{found.id} has {result.licence}" if result.licence else found.id)
+            if result.licence:
+                counts.other_licences[result.licence] = counts.other_licences.get(result.licence, 0) + 1
             continue
         tokens = Tokens.of(result.document.text)
         if (leak := heldout.find(result.document.text, tokens)) is not None:

@@ -169,8 +169,14 @@ def read_manifest(folder: Path) -> Manifest:
             raise CorpusError(f"{path} is not a valid manifest", "it is too large", hint=_REMAKE)
         return parse_manifest(path.read_bytes(), path)
     except (FileNotFoundError, NotADirectoryError):
-        facts = "its build has not ended" if (folder / "work").is_dir() else "it has no manifest.json"
-        hint = "run the same `etude corpus build` again: it continues where it stopped"
+        if (folder / "work").is_dir():
+            facts, hint = (
+                "its build has not ended",
+                "run the same `etude corpus build` again: it continues where it stopped",
+            )
+        else:
+            facts = "it has no manifest.json" if folder.is_dir() else "there is no such folder"
+            hint = "give the folder in which `etude corpus build` wrote a corpus"
         raise InputError(f"no corpus in {folder}", facts, hint=hint) from None
     except OSError as error:
         raise CorpusError(f"{path} cannot be read", str(error.strerror), hint="check the disk and its mount") from None

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import msgspec
 
@@ -70,12 +70,19 @@ def is_wanted(path: str, files: Sequence[str], exclude: Sequence[str]) -> bool:
     )
 
 
+def no_match(where: object, files: Sequence[str], exclude: Sequence[str]) -> NoReturn:
+    """Raise `InputError`: `where`, a folder or repository, has no file that is wanted."""
+    facts = f"exclude leaves out {', '.join(exclude)}" if exclude else ""
+    hint = "correct the patterns in the setting `files`, which are relative to `path`, or remove the source"
+    raise InputError(f"no file in {where} matches {', '.join(files) or 'an empty list'}", facts, hint=hint)
+
+
 @dataclass(frozen=True)
 class Folder(Divided):
     """The text files of a folder and its subfolders, in the order of their paths. Links and ".git" are left out.
 
     `files` and `exclude` are patterns of paths relative to the folder; `*` also matches "/". The licence of a file is
-    that of the nearest LICENSE file above it. Raises `InputError` if there is no folder."""
+    that of the nearest LICENSE file above it. Raises `InputError` if there is no folder, or if no file matches."""
 
     path: Path
     files: tuple[str, ...] = ("*",)
@@ -92,11 +99,12 @@ class Folder(Divided):
 
         A piece is a list of [path, number of bytes, mtime in ns, licence]."""
         licences: dict[str, str] = {}
-        return in_pieces(
+        pieces = in_pieces(
             ([name, size, mtime, nearest_licence(name, licences)], size)
             for name, size, mtime in self._walk("", licences)
             if is_wanted(name, self.files, self.exclude)
         )
+        return pieces or no_match(self.path, self.files, self.exclude)
 
     def _walk(self, folder: str, licences: dict[str, str]) -> Iterator[tuple[str, int, int]]:
         waiting = [folder]

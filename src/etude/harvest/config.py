@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from etude.config import Plugin, ranged
 from etude.harvest.forecast import Forecast, PluginForecast
@@ -40,7 +41,9 @@ class LendConfig:
     - `lease_s`: an engine is lent if production will not need it for so many seconds, by the forecast; with the policy
       "reactive", if production did not need it for so long.
     - `tick_s`: the interval of decisions, in seconds.
-    - `silence_s`: if the run's registry does not answer for so many seconds, all engines are taken back."""
+    - `silence_s`: if the run's registry does not answer for so many seconds, all engines are taken back.
+
+    Raises `ValueError` if `registry` is not an HTTP URL, or if `min_serving` leaves no engine to be lent."""
 
     registry: str
     engines: int = ranged(2, low=2, high=64)
@@ -53,6 +56,11 @@ class LendConfig:
     silence_s: float = ranged(60.0, low=1.0)
 
     def __post_init__(self) -> None:
+        if not _is_http(self.registry):
+            raise ValueError(
+                f"registry = {self.registry!r} is not an http:// or https:// address: set it to http://HOST:PORT, the "
+                "address of fleet.listen in the run's config"
+            )
         if self.min_serving >= self.engines:
             raise ValueError(
                 f"min_serving = {self.min_serving} leaves none of engines = {self.engines} to be lent: set it lower"
@@ -67,6 +75,14 @@ class LendConfig:
         if self.policy is PolicyKind.REACTIVE:
             return Reactive(capacity, calm_s=self.lease_s)
         return ForecastLending(capacity, make_forecast(self.forecast), lead_s=2 * self.tick_s, lease_s=self.lease_s)
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number, or too large
+        return False
 
 
 def make_forecast(named: ForecastKind | Plugin) -> Forecast:

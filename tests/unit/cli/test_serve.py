@@ -199,3 +199,5 @@ def test_what_cannot_be_lent_is_refused_before_anything_starts(
     Path("lend.toml").write_text('registry = "http://127.0.0.1:1"\nengine = 3\n')
     assert "engine" in refusal(capsys, "runs/laptop", *lend)
     assert "nowhere.toml" in refusal(capsys, "runs/laptop", "--lend", "nowhere.toml")
+    Path("lend.toml").write_text('registry = "nope"\n')
+    assert "registry = 'nope' is not an http:// or https:// address" in refusal(capsys, "runs/laptop", *lend)

@@ -19,7 +19,7 @@ from etude.corpus import Corpus, CorpusConfig, build, build_corpus, check_corpus
 from etude.corpus.heldout import heldout_texts
 from etude.errors import ConfigError, CorpusError, Exit, InputError, NoSource, PluginError
 from etude.records.task import Split
-from etude.tasks.repair.source import RepairSource
+from etude.tasks.written import FollowingSource
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -210,7 +210,7 @@ def spread(values):
     (tmp_path / "answer.py").write_text(leak)
     renamed = leak.replace("values", "xs").replace("weight", "w").replace("seen", "s").replace("    ", "\t")
     (tmp_path / "texts" / "leak.py").write_text(f"import os\n\n{renamed}\nprint(os)\n")
-    tasks = {"kind": "etude.tasks.repair.source:RepairSource", "seed": 0}
+    tasks = {"kind": "etude.tasks.repair.source:RepairSource", "seed": 0, "functions_per_file": 3}
     heldout = {"files": [str(tmp_path / "answer.py")], "tasks": [tasks], "num_tasks": 2}
     corpus = build_corpus(make.config(tmp_path, heldout=heldout), tmp_path / "out")
     own = corpus.manifest.sources["own"]
@@ -220,14 +220,63 @@ def spread(values):
 
 
 def test_held_out_tasks_are_named_as_in_a_run_and_have_its_seed(tmp_path):
-    source = RepairSource(7)
-    answer = source.answer(source.task(Split.HELDOUT, 0)).reference
+    source = FollowingSource(7)
+    instruction = source.task(Split.HELDOUT, 0).instruction
     found = {}
     for seed in (7, 8):
-        heldout = {"tasks": ["repair"], "num_tasks": 1, "tasks_seed": seed}
+        heldout = {"tasks": ["following"], "num_tasks": 5, "tasks_seed": seed}
         found[seed] = {one.text for one in heldout_texts(make.config(tmp_path, heldout=heldout).heldout)}
-    assert {*answer.values()} <= found[7]
-    assert not {*answer.values()} <= found[8]
+    assert instruction in found[7]
+    assert instruction not in found[8]
+
+
+@pytest.mark.parametrize(
+    ("heldout", "says"),
+    [
+        ({"tasks": ["repair"], "num_tasks": 2}, "heldout.tasks: 'repair': 30 of 30 held-out texts are too short"),
+        ({"files": ["long.md", "short.md"]}, "heldout.files: 'short.md': 1 of 1 held-out texts are too short"),
+    ],
+)
+def test_a_setting_that_holds_out_nothing_is_refused(heldout, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make.texts(tmp_path / "texts", 2)
+    Path("long.md").write_text(" ".join(f"word{i}" for i in range(40)))
+    Path("short.md").write_text("only a few words")
+    with pytest.raises(ConfigError) as error:
+        build_corpus(make.config(tmp_path, heldout=heldout), tmp_path / "out")
+    assert says in str(error.value)
+    assert "fewer than 23 tokens of code or 15 words" in error.value.facts
+    assert "functions_per_file = 3" in error.value.hint or "longer texts" in error.value.hint
+
+
+def test_the_share_of_held_out_texts_that_are_too_short_is_printed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make.texts(tmp_path / "texts", 2)
+    Path("long.md").write_text(" ".join(f"word{i}" for i in range(40)))
+    Path("short.md").write_text("only a few words")
+    build_corpus(make.config(tmp_path, heldout={"files": ["*.md"]}), tmp_path / "out")
+    assert cli.main(["corpus", "look", str(tmp_path / "out")]) == Exit.DONE
+    assert "1 of 2 held-out texts are too short to be found, among them short.md" in capsys.readouterr().out
+
+
+def test_a_corpus_is_not_built_in_a_file(tmp_path):
+    make.texts(tmp_path / "texts", 2)
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "out"):
+        with pytest.raises(InputError, match="no corpus can be built in") as error:
+            build_corpus(make.config(tmp_path), folder)
+        assert error.value.facts == f"{tmp_path / 'file'} is a file"
+        assert error.value.hint
+
+
+def test_licences_of_dropped_documents_are_named_if_none_is_left(tmp_path):
+    make.texts(tmp_path / "texts", 2)
+    kind = {"kind": "folder", "path": str(tmp_path / "texts")}
+    sources = [{"name": name, "kind": kind, "licence": licence} for name, licence in (("a", "MIT"), ("b", "ISC"))]
+    with pytest.raises(CorpusError, match="no document is left") as error:
+        build_corpus(make.config(tmp_path, sources=sources, licences=["MTI"]), tmp_path / "out")
+    assert "dropped: {'licence': 4}; no document has MTI, their licences are MIT (2), ISC (2)" in error.value.facts
+    assert "did you mean 'MIT'?" in error.value.hint
 
 
 def test_lines_are_shown_by_file_and_number(tmp_path, capsys):

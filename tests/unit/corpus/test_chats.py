@@ -17,6 +17,7 @@ from etude.corpus import Corpus, Document, Dropped, build_corpus, check_corpus
 from etude.corpus.chats import Chats
 from etude.corpus.shards import PhaseTokens, Said
 from etude.errors import ConfigError, CorpusError
+from etude.file_checksums import file_digest
 from etude.harness import ChatFormat, chat_template
 from etude.harness.chat import SPECIAL_TOKENS
 
@@ -267,6 +268,17 @@ def test_a_checkpoint_with_another_tokenizer_than_the_corpus_is_refused(tmp_path
     make.tokenizer(other / "tokenizer.json", [*SPECIAL_TOKENS, make.END, "<|more|>"])
     with pytest.raises(ConfigError, match="another tokenizer than the corpus"):
         built(tmp_path, [chat(3)], name="new", tokenizer={"path": str(other)})
+
+
+def test_a_checkpoint_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    built(tmp_path, [chat(3)])
+    digest = file_digest(tmp_path / "checkpoint" / "tokenizer.json")
+    (tmp_path / "empty").mkdir()
+    for name, says in (("nope", "there is no folder"), ("empty", "there is no file")):
+        with pytest.raises(ConfigError, match="the checkpoint of the chats has no tokenizer") as error:
+            Chats(("chats.jsonl",), tmp_path / name).check_tokenizer(digest)
+        assert says in error.value.facts
+        assert "tokenizer.path" not in error.value.hint
 
 
 DROPS_REASONING = (

@@ -106,6 +106,9 @@ def test_a_manifest_names_files_of_its_folder_only(corpus):
 def test_a_folder_without_a_corpus_is_an_error(tmp_path: Path):
     with pytest.raises(InputError, match="no corpus in"):
         Corpus.open(tmp_path)
+    with pytest.raises(InputError, match="there is no such folder") as error:
+        Corpus.open(tmp_path / "nope")
+    assert "continues" not in error.value.hint
     with pytest.raises(InputError, match="no phase 'al'"):
         list(Corpus(tmp_path, parse_manifest(_manifest())).shards("al"))
 

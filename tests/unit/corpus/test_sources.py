@@ -59,6 +59,11 @@ def test_a_folder_gives_its_files_with_licences_and_counts_what_cannot_be_read(f
     assert {one.id: one.reason for one in found if isinstance(one, Dropped)} == REASONS
     with pytest.raises(InputError, match="no folder"):
         Folder(folder / "missing")
+    with pytest.raises(InputError, match=r"no file in .*files matches \*\.rs") as error:
+        list(Folder(folder, files=("*.rs",)).documents())
+    assert "`files`" in error.value.hint
+    with pytest.raises(InputError, match=r"exclude leaves out \*"):
+        list(Folder(folder, exclude=("*",)).documents())
 
 
 def test_git_gives_a_commit_and_not_the_files_of_today(folder):
@@ -76,6 +81,8 @@ def test_git_gives_a_commit_and_not_the_files_of_today(folder):
     assert dropped == {name: reason for name, reason in REASONS.items() if name != "huge.py"}
     with pytest.raises(InputError, match="no commit 'nowhere'"):
         list(Git(folder, commit="nowhere").documents())
+    with pytest.raises(InputError, match=r"no file in .*files at HEAD matches \*\.rs"):
+        list(Git(folder, files=("*.rs",)).documents())
 
 
 def test_json_lines_are_read_with_their_ids_and_bad_ones_are_counted(tmp_path):

@@ -241,8 +241,8 @@ def test_an_engine_is_lent_for_a_short_time_only_to_a_run_whose_versions_it_does
 def test_settings_of_lending_are_checked(tmp_path: Path) -> None:
     path = tmp_path / "lend.toml"
 
-    def of(text: str) -> LendConfig:
-        path.write_text('registry = "http://127.0.0.1:8790"\n' + text)
+    def of(text: str, registry: str = "http://127.0.0.1:8790") -> LendConfig:
+        path.write_text(f'registry = "{registry}"\n{text}')
         return load(path, LendConfig)
 
     assert of("").make_policy(8).away(0.0, 0.0, 0) <= 1
@@ -260,3 +260,6 @@ def test_settings_of_lending_are_checked(tmp_path: Path) -> None:
             of(text)
         assert says in str(caught.value)
         assert "hint: " in str(caught.value) or caught.value.hint
+    for registry in ("nope", "127.0.0.1:8790", "http://", "http://host:port"):
+        with pytest.raises(ConfigError, match=f"registry = '{registry}' is not an http:// or https:// address"):
+            of("", registry)
