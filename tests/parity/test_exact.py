@@ -171,11 +171,14 @@ def test_one_temperature_is_one_number_in_sampler_and_learner() -> None:
 
 
 def test_native_operators_differ_which_shows_that_these_tests_can_fail() -> None:
-    model = sharp(QWEN, Native(torch.bfloat16))
-    given = prompts(QWEN, LENGTHS)
-    done = sampled(model, [asked(i, prompt, tokens=NUM) for i, prompt in enumerate(given)])
-    texts = [[*prompt.tolist(), *answer.token_ids.tolist()] for prompt, answer in zip(given, done, strict=True)]
-    assert [scores[-NUM:] for scores in verified(model, texts)] != [answer.logprobs.tolist() for answer in done]
+    def differ(dtype: torch.dtype) -> bool:
+        model = sharp(QWEN, Native(dtype))
+        given = prompts(QWEN, LENGTHS)
+        done = sampled(model, [asked(i, prompt, tokens=NUM) for i, prompt in enumerate(given)])
+        texts = [[*prompt.tolist(), *answer.token_ids.tolist()] for prompt, answer in zip(given, done, strict=True)]
+        return [scores[-NUM:] for scores in verified(model, texts)] != [answer.logprobs.tolist() for answer in done]
+
+    assert differ(torch.float32) or differ(torch.bfloat16)  # on some processors one of them has equal bits
 
 
 def test_rows_below_the_measured_count_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
