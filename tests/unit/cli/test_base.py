@@ -75,7 +75,7 @@ def test_models_are_measured_on_the_same_text_and_compared_with_the_first(
     ("more", "expected"),
     [
         (["{one}", "{one}"], "two models are named one"),
-        (["{one}", "--text", "{empty}"], "there is too little text"),
+        (["{one}", "--text", "{empty}"], "no file in"),
         (["{nothing}"], "nothing"),
         (["{one}", "--context", "1"], "--context 1 is too small"),
         (["{one}", "--hardware", "h10"], "unknown hardware"),
