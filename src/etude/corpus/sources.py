@@ -73,7 +73,7 @@ def is_wanted(path: str, files: Sequence[str], exclude: Sequence[str]) -> bool:
 def no_match(where: object, files: Sequence[str], exclude: Sequence[str]) -> NoReturn:
     """Raise `InputError`: `where`, a folder or repository, has no file that is wanted."""
     facts = f"exclude leaves out {', '.join(exclude)}" if exclude else ""
-    hint = "correct the patterns in the setting `files`, which are relative to `path`, or remove the source"
+    hint = "check the path, and the patterns in `files`, which are relative to it"
     raise InputError(f"no file in {where} matches {', '.join(files) or 'an empty list'}", facts, hint=hint)
 
 
